@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all that a newcomer needs: each sets up what is missing, then runs.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+KEEP ?= 0
+
+.PHONY: help setup demo test check fmt lint types layers unit contract integration chaos gpu bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 24
+
+$(STAMP): pyproject.toml tools/setup_venv.sh
+	@bash tools/setup_venv.sh "$(PYTHON)" "$(VENV)"
+
+setup: $(STAMP) ## Make the virtual environment with everything in it (about two minutes)
+
+demo: $(STAMP) ## Real text to a served, queried model (KEEP=1 leaves the endpoint up)
+	@$(BIN)/python -m examples.sotu.demo $(if $(filter 1,$(KEEP)),--keep)
+
+test: $(STAMP) ## Every test, with coverage
+	@$(BIN)/coverage erase
+	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov --cov-report= tests
+	@$(BIN)/coverage combine -q --append 2>/dev/null || true
+	@$(BIN)/coverage report --fail-under=85
+
+check: fmt lint types layers ## Format, lint, types, layers
+
+fmt: $(STAMP)
+	@$(BIN)/ruff format --check .
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/codespell
+types: $(STAMP)
+	@$(BIN)/mypy -p eagleray
+layers: $(STAMP)
+	@$(BIN)/lint-imports
+unit contract integration chaos gpu: $(STAMP) ## One kind of test
+	@$(BIN)/python -m pytest tests/$@
+clean: ## Remove the environment and caches
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage* htmlcov

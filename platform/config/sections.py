@@ -1,0 +1,350 @@
+"""The sections of `eagleray.yaml`, in the order in which data flows.
+
+Units are in the names (`_s`, `_bytes`, `_tokens`); a batch is counted in sequences of `data.seq_len`
+tokens and is *global*: it does not change with the number of workers.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from eagleray.platform.config.values import ByteSize, Seconds, Section
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+
+
+class StorageConfig(Section):
+    """Where everything that must last is kept."""
+
+    uri: str = ".eagleray"
+    """A folder, relative to eagleray.yaml or absolute; every node must see the same one."""
+
+    @field_validator("uri")
+    @classmethod
+    def _local(cls, uri: str) -> str:
+        scheme = uri.split("://", 1)[0] if "://" in uri else "file"
+        if scheme != "file":
+            raise ValueError(
+                f"must be a folder or file:// path that all nodes share; {scheme}:// is not supported"
+            )
+        if not uri.removeprefix("file://"):
+            raise ValueError("must not be empty")
+        return uri
+
+
+class RedisConfig(Section):
+    """The feature cache's Redis. It is never the truth: without it only speed is lost."""
+
+    mode: Literal["auto", "off"] = "auto"
+    """auto: `url`, else a server on PATH, else the embedded one. off: no Redis at all."""
+    url: SecretStr | None = None
+    """redis://, rediss:// or unix:// address of a running server."""
+    max_bytes: ByteSize = 256_000_000
+    """Memory limit of a server that we start."""
+    start_timeout_s: Seconds = 10.0
+
+
+class ClusterConfig(Section):
+    """The Ray cluster: started here, attached to, or launched from cluster.yaml."""
+
+    address: str | None = None
+    """host:port of a running cluster to attach to; null starts one on this machine."""
+    launcher: str | None = None
+    """A Ray cluster launcher file (see cluster.yaml) that `eagleray up` drives."""
+    num_cpus: int | None = Field(default=None, ge=1)
+    """CPUs that the cluster on this machine offers; null: as many as the machine has."""
+    num_gpus: int | None = Field(default=None, ge=0)
+    object_store_bytes: ByteSize = 512_000_000
+    """Shared memory of the object store on this machine."""
+    start_timeout_s: Seconds = 90.0
+    place_timeout_s: Seconds = 60.0
+    """How long work may wait for resources before it gives up and says why."""
+
+
+class SourceConfig(Section):
+    """One file, folder or glob of raw data."""
+
+    kind: Literal["jsonl", "text"] = "jsonl"
+    path: str
+    """Relative to eagleray.yaml or absolute; `*` and `**` are globs."""
+    text_field: str = "text"
+    where: dict[str, list[str | int | float]] = Field(default={})
+    """Keep only records whose field is one of the values: `{party: [Whig]}`."""
+
+
+class BpeConfig(Section):
+    """Train a byte-level BPE on the data."""
+
+    kind: Literal["bpe"] = "bpe"
+    vocab_size: int = Field(default=4096, ge=300, le=1_000_000)
+    train_bytes: ByteSize = 8_000_000
+    """How much of the text the merges are learnt from."""
+
+
+class TokenizerFileConfig(Section):
+    """Use a `tokenizer.json` as it is."""
+
+    kind: Literal["file"]
+    path: str
+
+
+class FeatureCacheConfig(Section):
+    """The Redis-backed cache that the loaders read through."""
+
+    enabled: bool = True
+    max_bytes: ByteSize = 128_000_000
+    """Byte budget of the cached values; LRU-K evicts down to 85 % of it."""
+    history: int = Field(default=2, ge=1, le=8)
+    """K of LRU-K: how many past references decide."""
+    timeout_s: Seconds = 0.05
+    """A slower Redis counts as a miss."""
+
+
+class DataConfig(Section):
+    """Raw text to verified shards to batches."""
+
+    sources: list[SourceConfig] = Field(default=[], max_length=1000)
+    tokenizer: Annotated[BpeConfig | TokenizerFileConfig, Field(discriminator="kind")] = BpeConfig()
+    seq_len: int = Field(default=128, ge=8, le=1_048_576)
+    """Tokens that a sample trains on; each sample holds one more, as the last target."""
+    eval_fraction: float = Field(default=0.02, gt=0.0, lt=0.5)
+    """Share of the documents held out, chosen by content digest."""
+    shard_bytes: ByteSize = 64_000_000
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    order_seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seeds the global sample order."""
+    prefetch_batches: int = Field(default=4, ge=0, le=256)
+    cache: FeatureCacheConfig = FeatureCacheConfig()
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer; the vocabulary comes from the tokenizer."""
+
+    kind: Literal["decoder"] = "decoder"
+    dim: int = Field(default=192, ge=8)
+    num_layers: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=6, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    ffn_dim: int | None = Field(default=None, ge=8)
+    """Null: 8/3 of dim, rounded up to a multiple of 32."""
+    max_seq_len: int = Field(default=512, ge=8)
+    """Longest context that the served model accepts."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim {self.dim} must be a multiple of num_heads {self.num_heads}")
+        if (self.dim // self.num_heads) % 2:
+            raise ValueError(
+                f"dim / num_heads = {self.dim // self.num_heads} must be even for RoPE"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        return self
+
+
+class AdamWConfig(Section):
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-3, gt=0, le=10)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+
+
+class ScheduleConfig(Section):
+    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak."""
+
+    warmup_steps: int = Field(default=20, ge=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+
+class CheckpointConfig(Section):
+    """How often state is saved and how much of it is kept."""
+
+    every_steps: int = Field(default=20, ge=1)
+    keep: int = Field(default=2, ge=1)
+    """The newest K stay; the best by evaluation loss stays beside them."""
+    write_timeout_s: Seconds = 120.0
+
+
+class TrainEvalConfig(Section):
+    """Loss on held-out documents while training."""
+
+    every_steps: int = Field(default=50, ge=1)
+    num_batches: int = Field(default=4, ge=1)
+
+
+class TrainConfig(Section):
+    """One training run."""
+
+    num_workers: int = Field(default=1, ge=1, le=4096)
+    device: Literal["cpu", "cuda"] = "cpu"
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    threads_per_worker: int = Field(default=1, ge=1)
+    """Compute threads; results are bit-identical only at the same number."""
+    steps: int = Field(default=200, ge=1)
+    batch_size: int = Field(default=32, ge=1)
+    """Global batch in sequences; constant whatever the number of workers."""
+    micro_batch_size: int = Field(default=16, ge=1)
+    """Largest number of sequences one worker runs at once; the rest is accumulated."""
+    optimizer: AdamWConfig = AdamWConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    eval: TrainEvalConfig = TrainEvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log_every_steps: int = Field(default=5, ge=1)
+    max_failures: int = Field(default=3, ge=0)
+    """Worker deaths after which the run is given up."""
+    register_as: Name | None = None
+    """Model name under which the result is registered; null: the project's name."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.batch_size % self.num_workers:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of num_workers {self.num_workers}"
+            )
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} must not exceed steps {self.steps}"
+            )
+        return self
+
+
+class FloatSpace(Section):
+    """A real number in [low, high]."""
+
+    kind: Literal["float"]
+    low: float
+    high: float
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low} must be below high {self.high}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"low {self.low} must be above 0 on a log scale")
+        return self
+
+
+class IntSpace(Section):
+    """A whole number in [low, high]."""
+
+    kind: Literal["int"]
+    low: int
+    high: int
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low} must be below high {self.high}")
+        if self.log and self.low < 1:
+            raise ValueError(f"low {self.low} must be at least 1 on a log scale")
+        return self
+
+
+class ChoiceSpace(Section):
+    """One of a list of values."""
+
+    kind: Literal["choice"]
+    values: list[Any] = Field(min_length=2)
+
+
+Space = Annotated[FloatSpace | IntSpace | ChoiceSpace, Field(discriminator="kind")]
+
+
+class AshaConfig(Section):
+    """Asynchronous successive halving (Li et al. 2020, arXiv:1810.05934) on training steps."""
+
+    grace_steps: int = Field(default=20, ge=1)
+    reduction_factor: int = Field(default=3, ge=2)
+
+
+class TuneConfig(Section):
+    """A sweep: every trial is a run with `space` values and `overrides` laid over this file."""
+
+    space: dict[str, Space] = Field(default={})
+    """Dotted path -> values: `train.optimizer.lr: {kind: float, low: 1e-4, high: 1e-2, log: true}`."""
+    overrides: dict[str, Any] = Field(default={})
+    """Fixed changes for the trials, for example `train.steps: 60`."""
+    num_trials: int = Field(default=6, ge=1, le=10_000)
+    max_concurrent: int = Field(default=1, ge=1)
+    startup_trials: int = Field(default=4, ge=1)
+    """Quasi-random trials before the model is asked."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    asha: AshaConfig | None = AshaConfig()
+    best: str | None = None
+    """`last` or a sweep id: lay that sweep's best trial over this file."""
+
+
+class EvalConfig(Section):
+    """The gate: what a model must reach before `models promote` lets it through."""
+
+    num_batches: int = Field(default=8, ge=1)
+    max_loss: float | None = Field(default=None, gt=0)
+    """Highest held-out loss in nats per token; null: only better than the model now promoted."""
+    tolerance: float = Field(default=0.02, ge=0)
+    """How much worse than the promoted model, relatively, still passes."""
+
+
+class ServeConfig(Section):
+    """The inference endpoint."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    model: str | None = None
+    """name, name@version or name@alias; null: the project's model at alias `prod`."""
+    num_replicas: int = Field(default=1, ge=1)
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    num_threads: int = Field(default=2, ge=1)
+    block_tokens: int = Field(default=16, ge=1, le=256)
+    """Tokens per KV-cache block."""
+    kv_cache_bytes: ByteSize = 256_000_000
+    max_running: int = Field(default=32, ge=1)
+    """Requests decoded together."""
+    max_queued: int = Field(default=64, ge=0)
+    """Requests that may wait; one more is answered 429 with Retry-After."""
+    step_tokens: int = Field(default=512, ge=1)
+    """Token budget of one engine step: decodes first, then chunks of prompts."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Largest max_tokens that a request may ask for."""
+    request_timeout_s: Seconds = 120.0
+    max_body_bytes: ByteSize = 1_000_000
+    require_key: bool = True
+    """Off only behind something else that authenticates."""
+
+
+class ProjectConfig(Section):
+    """The whole of `eagleray.yaml`."""
+
+    name: Name
+    storage: StorageConfig = StorageConfig()
+    redis: RedisConfig = RedisConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    tune: TuneConfig = TuneConfig()
+    eval: EvalConfig = EvalConfig()
+    serve: ServeConfig = ServeConfig()
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len {self.data.seq_len} must not exceed model.max_seq_len "
+                f"{self.model.max_seq_len}"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""The `eagleray` command: one module per group of verbs."""

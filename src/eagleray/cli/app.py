@@ -1,0 +1,30 @@
+"""The command line: it only gathers the verbs; each group's module says what its verbs do."""
+
+import typer
+
+from eagleray import __version__
+from eagleray.cli import project
+from eagleray.cli.console import console, run_app
+
+app = typer.Typer(
+    name="eagleray",
+    help="Raw text to a served model on your own Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for group in (project,):
+    group.register(app)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(f"eagleray {__version__}")
+
+
+def main() -> None:
+    """Entry point of the `eagleray` script."""
+    run_app(app)

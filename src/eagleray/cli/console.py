@@ -1,0 +1,74 @@
+"""What every verb shares: options, output for people and scripts, how errors end a process."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eagleray.platform.errors import EagleRayError
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", help="The project's file, or the folder that holds it.")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: train.steps=100"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")
+]
+
+INTERRUPTED = 130
+
+
+def emit(document: Any, as_json: bool, show: Callable[[], None]) -> None:
+    """Print a result: as JSON for scripts, else by `show` for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(document, indent=2, sort_keys=True, default=str) + "\n")
+    else:
+        show()
+
+
+def table(title: str, columns: list[str], rows: list[list[Any]]) -> Table:
+    """A plain table of values."""
+    made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        made.add_column(column)
+    for row in rows:
+        made.add_row(*("" if value is None else str(value) for value in row))
+    return made
+
+
+def run_app(app: Callable[[], None]) -> None:
+    """Run the command line; a user's mistake ends in one message and its exit code."""
+    try:
+        app()
+    except EagleRayError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _fail(error: EagleRayError) -> None:
+    if os.environ.get("EAGLERAY_TRACEBACK"):
+        errors.print_exception()
+    errors.print("[bold red]error:[/] ", end="")
+    errors.print(error.what, markup=False)
+    if error.fix:
+        errors.print(f"  next: {error.fix}", markup=False)
+    sys.exit(error.exit_code)
