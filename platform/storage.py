@@ -129,30 +129,43 @@ class Storage:
                 self.put(data, *parts)
 
     def names(self, *parts: str) -> list[str]:
-        """Names inside a folder, sorted; none if it does not exist. Unfinished ones are left out."""
+        """Names inside a folder, sorted, without unfinished ones; none if it does not exist."""
         path = self.path(*parts)
         if not path.is_dir():
             return []
         return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
 
     @contextlib.contextmanager
-    def publish_folder(self, *parts: str) -> Iterator[Path]:
-        """Fill the folder that is given; it appears under its name when the block ends well.
-
-        A folder that is already there stays, and what was filled is dropped: folders are
-        content-addressed or versioned, so the first complete one wins.
-        """
-        path = self.path(*parts)
-        with _named_failure(path), _temporary_beside(path) as temporary:
+    def staging_folder(self, *parts: str) -> Iterator[Path]:
+        """An unseen folder under `parts` to fill; what is not published by the end is dropped."""
+        parent = self.path(*parts)
+        with _named_failure(parent), _temporary_beside(parent / "_") as temporary:
             temporary.mkdir()
             yield temporary
-            sync_tree(temporary)
+
+    def publish(self, folder: Path, *parts: str) -> None:
+        """Make a staging folder appear, whole and durable, under a name.
+
+        A folder that is already there stays: published folders are content-addressed or
+        versioned, so the first complete one wins.
+        """
+        path = self.path(*parts)
+        with _named_failure(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sync_tree(folder)
             try:
-                temporary.rename(path)
+                folder.rename(path)
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             sync_folder(path.parent)
+
+    @contextlib.contextmanager
+    def publish_folder(self, *parts: str) -> Iterator[Path]:
+        """Fill the folder that is given; it appears under its name when the block ends well."""
+        with self.staging_folder(*parts[:-1]) as folder:
+            yield folder
+            self.publish(folder, *parts)
 
     def remove(self, *parts: str) -> None:
         """Remove a file or folder; it vanishes in one step, then its bytes are freed."""

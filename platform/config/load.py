@@ -1,8 +1,8 @@
 """From `eagleray.yaml` and dotted overrides to one validated, frozen tree.
 
-Precedence: defaults < file < overrides, and nothing else. The CLI, the Python API and Tune's trials
-all go through `with_overrides`, so a value means the same wherever it comes from. Every problem of a
-file is reported at once, each with its path, value, rule and the nearest legal name.
+Precedence: defaults < file < overrides, and nothing else. The CLI, the Python API and Tune's
+trials share one override function, so a value means the same wherever it comes from. Every
+problem of a file is reported at once, each with its path, value, rule and nearest legal name.
 """
 
 import copy
@@ -188,10 +188,18 @@ def _assign(node: Any, path: str, keys: list[str], value: Any) -> None:
             f"override {path}: {'.'.join(keys[:-1])} is a value, it has no {last!r}",
             "see `eagleray schema`",
         )
-    elif last == "kind" and node.get("kind", value) != value:
+    elif last == "kind" and node.get("kind", _default_kind(keys[:-1])) != value:
         # Another variant has other keys; the old variant's would leak into it.
         node.clear()
     node[last] = value
+
+
+def _default_kind(keys: list[str]) -> Any:
+    """The `kind` that a part of the tree has when the file does not say."""
+    default: Any = ProjectConfig.model_construct(name="")
+    for key in keys:
+        default = getattr(default, key, None)
+    return getattr(default, "kind", None)
 
 
 def _child(node: Any, path: str, key: str) -> Any:

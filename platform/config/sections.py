@@ -1,12 +1,12 @@
 """The sections of `eagleray.yaml`, in the order in which data flows.
 
-Units are in the names (`_s`, `_bytes`, `_tokens`); a batch is counted in sequences of `data.seq_len`
-tokens and is *global*: it does not change with the number of workers.
+Units are in the names (`_s`, `_bytes`, `_tokens`); a batch is counted in sequences of
+`data.seq_len` tokens and is *global*: it does not change with the number of workers.
 """
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Discriminator, Field, SecretStr, Tag, field_validator, model_validator
 
 from eagleray.platform.config.values import ByteSize, Seconds, Section
 
@@ -25,7 +25,7 @@ class StorageConfig(Section):
         scheme = uri.split("://", 1)[0] if "://" in uri else "file"
         if scheme != "file":
             raise ValueError(
-                f"must be a folder or file:// path that all nodes share; {scheme}:// is not supported"
+                f"must be a folder that all nodes share (or file://); {scheme}:// is not supported"
             )
         if not uri.removeprefix("file://"):
             raise ValueError("must not be empty")
@@ -88,6 +88,21 @@ class TokenizerFileConfig(Section):
     path: str
 
 
+def _tokenizer_kind(value: Any) -> Any:
+    return value.get("kind", "bpe") if isinstance(value, dict) else getattr(value, "kind", None)
+
+
+Tokenizer = Annotated[
+    Annotated[BpeConfig, Tag("bpe")] | Annotated[TokenizerFileConfig, Tag("file")],
+    Discriminator(
+        _tokenizer_kind,
+        custom_error_type="tokenizer_kind",
+        custom_error_message="kind must be bpe or file",
+    ),
+]
+"""How text becomes tokens; without `kind` it is bpe."""
+
+
 class FeatureCacheConfig(Section):
     """The Redis-backed cache that the loaders read through."""
 
@@ -104,7 +119,7 @@ class DataConfig(Section):
     """Raw text to verified shards to batches."""
 
     sources: list[SourceConfig] = Field(default=[], max_length=1000)
-    tokenizer: Annotated[BpeConfig | TokenizerFileConfig, Field(discriminator="kind")] = BpeConfig()
+    tokenizer: Tokenizer = BpeConfig()
     seq_len: int = Field(default=128, ge=8, le=1_048_576)
     """Tokens that a sample trains on; each sample holds one more, as the last target."""
     eval_fraction: float = Field(default=0.02, gt=0.0, lt=0.5)
@@ -216,7 +231,8 @@ class TrainConfig(Section):
             )
         if self.schedule.warmup_steps > self.steps:
             raise ValueError(
-                f"schedule.warmup_steps {self.schedule.warmup_steps} must not exceed steps {self.steps}"
+                f"schedule.warmup_steps {self.schedule.warmup_steps} must not exceed "
+                f"steps {self.steps}"
             )
         return self
 
@@ -276,7 +292,7 @@ class TuneConfig(Section):
     """A sweep: every trial is a run with `space` values and `overrides` laid over this file."""
 
     space: dict[str, Space] = Field(default={})
-    """Dotted path -> values: `train.optimizer.lr: {kind: float, low: 1e-4, high: 1e-2, log: true}`."""
+    """Dotted path -> values: `train.optimizer.lr: {kind: float, low: 1e-4, high: 1e-2}`."""
     overrides: dict[str, Any] = Field(default={})
     """Fixed changes for the trials, for example `train.steps: 60`."""
     num_trials: int = Field(default=6, ge=1, le=10_000)

@@ -1,0 +1,185 @@
+"""A checkpoint on storage: PyTorch DCP files, committed by a manifest that is written last.
+
+    runs/<run>/checkpoints/<step>/
+        __0_0.distcp, .metadata     arrays, in PyTorch's distributed checkpoint format
+        manifest.json               size and SHA-256 of each file, step, sample log, metrics
+
+DCP itself has no integrity check: a flipped bit loads silently. So no file is opened before its
+digest was compared with the manifest's, and a folder without a manifest does not exist.
+Format and version: docs/formats.md#checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from eagleray.platform.errors import IntegrityError, NotFoundError, StorageError
+from eagleray.platform.storage import Storage, canonical_json, digest_bytes, digest_file
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete training state."""
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    samples: str
+    """Name of the last segment of the sample log that led here."""
+    meta: dict[str, Any]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, storage: Storage, run_id: str) -> None:
+        self._storage, self._run_id = storage, run_id
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        names = (name for name in self._storage.names(*self._place()) if name.isdigit())
+        return sorted(
+            int(name) for name in names if self._storage.path(*self._place(name), MANIFEST).exists()
+        )
+
+    def write(self, checkpoint: Checkpoint) -> str:
+        """Write a checkpoint; it appears whole, replacing one of the same step.
+
+        Returns:
+            The digest of its manifest.
+
+        Raises:
+            StorageError: It could not be written; nothing of it is visible.
+        """
+        name = f"{checkpoint.step:08d}"
+        with self._storage.staging_folder(*self._place()) as folder:
+            _save(checkpoint, folder)
+            files = {
+                path.name: {"bytes": path.stat().st_size, "sha256": digest_file(path)}
+                for path in sorted(folder.iterdir())
+            }
+            manifest = canonical_json(
+                {
+                    "format": FORMAT, "step": checkpoint.step, "files": files,
+                    "samples": checkpoint.samples, "meta": checkpoint.meta,
+                }
+            )  # fmt: skip
+            (folder / MANIFEST).write_bytes(manifest)
+            if self._storage.path(*self._place(name)).exists():
+                self._storage.remove(*self._place(name))
+            self._storage.publish(folder, *self._place(name))
+        return digest_bytes(manifest)
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds.
+
+        Raises:
+            NotFoundError: There is no complete checkpoint of this step.
+            IntegrityError: Its format is not one that this version reads.
+        """
+        manifest: dict[str, Any] = self._storage.read_json(*self._place(f"{step:08d}"), MANIFEST)
+        if manifest.get("format") != FORMAT:
+            raise IntegrityError(
+                f"checkpoint {step} of {self._run_id} has format {manifest.get('format')}, "
+                f"this eagleray reads {FORMAT}",
+                "use the eagleray version that wrote it",
+            )
+        return manifest
+
+    def digest(self, step: int) -> str:
+        """The digest of a checkpoint's manifest."""
+        return digest_bytes(self._storage.read(*self._place(f"{step:08d}"), MANIFEST))
+
+    def verify(self, step: int) -> None:
+        """Read every byte of a checkpoint.
+
+        Raises:
+            NotFoundError: There is no complete checkpoint of this step.
+            IntegrityError: A file is missing, or is not the one that was written.
+        """
+        folder = self._storage.path(*self._place(f"{step:08d}"))
+        for name, expected in self.manifest(step)["files"].items():
+            path = folder / name
+            if not path.exists():
+                raise IntegrityError(f"checkpoint {path} is missing", _damaged(self._run_id))
+            if path.stat().st_size != expected["bytes"] or digest_file(path) != expected["sha256"]:
+                raise IntegrityError(
+                    f"checkpoint file {path} is not the one that was written (SHA-256 differs)",
+                    _damaged(self._run_id),
+                )
+
+    def load(self, step: int) -> Checkpoint:
+        """Verify and read a checkpoint.
+
+        Raises:
+            NotFoundError: There is no complete checkpoint of this step.
+            IntegrityError: It is damaged.
+        """
+        self.verify(step)
+        manifest = self.manifest(step)
+        folder = self._storage.path(*self._place(f"{step:08d}"))
+        reader = FileSystemReader(folder)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, stored in reader.read_metadata().state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        try:
+            dcp_load(tensors, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # a BaseException: `except Exception` misses it
+            raise IntegrityError(
+                f"checkpoint {folder} does not load: {error}", _damaged(self._run_id)
+            ) from error
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        return Checkpoint(step, arrays, manifest["samples"], manifest["meta"])
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint in one step."""
+        self._storage.remove(*self._place(f"{step:08d}"))
+
+    def _place(self, *parts: str) -> tuple[str, ...]:
+        return ("runs", self._run_id, "checkpoints", *parts)
+
+
+def newest_intact(folder: CheckpointFolder) -> tuple[Checkpoint | None, list[StorageError]]:
+    """The newest checkpoint that verifies, and what was wrong with each newer one."""
+    damaged: list[StorageError] = []
+    for step in reversed(folder.steps()):
+        try:
+            return folder.load(step), damaged
+        except (IntegrityError, NotFoundError) as error:
+            damaged.append(error)
+    return None, damaged
+
+
+def _save(checkpoint: Checkpoint, folder: Path) -> None:
+    tensors = {name: torch.from_numpy(_writable(a)) for name, a in checkpoint.arrays.items()}
+    try:
+        dcp_save(tensors, storage_writer=FileSystemWriter(folder, thread_count=1), no_dist=True)
+    except (CheckpointException, RuntimeError, OSError) as error:
+        # A full disk arrives as an opaque assertion of the archive writer.
+        raise StorageError(
+            f"checkpoint {checkpoint.step} cannot be written to {folder.parent}: {_cause(error)}",
+            "check that the storage has room; the run goes on from memory until it can be written",
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else array.copy()
+
+
+def _damaged(run_id: str) -> str:
+    return f"`eagleray resume {run_id}` goes on from the newest intact one; remove this folder"

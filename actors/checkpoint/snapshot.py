@@ -1,0 +1,97 @@
+"""One rank's part of a training state, as plain arrays that can leave the process.
+
+Names of arrays: `model.<parameter>`, `optimizer.<slot>.<parameter>`, `rng.<rank>.cpu`,
+`samples` (see `Snapshot.samples_SB`).
+    S = steps since the snapshot before, B = sequences per rank and step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after `step` optimizer steps, as seen by one rank.
+
+    Replicated state (model, optimizer) comes from rank 0 alone; every rank adds its random state
+    and the ids of the samples that it trained on since the previous snapshot, so that what trained
+    the weights is committed together with them.
+    """
+
+    step: int
+    attempt: int
+    rank: int
+    world_size: int
+    arrays: dict[str, np.ndarray]
+    samples_SB: np.ndarray
+    first_step: int
+    """Step of the first row of `samples_SB`."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Plain values: metrics, progress; from rank 0."""
+
+
+def take_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Copies of every parameter and optimizer slot on the CPU, owned by the caller."""
+    arrays = {_MODEL + name: _copied(parameter) for name, parameter in model.named_parameters()}
+    for name, slots in _slots(model, optimizer):
+        for slot, value in slots.items():
+            arrays[f"{_OPTIMIZER}{slot}.{name}"] = _copied(torch.as_tensor(value))
+    return arrays
+
+
+def load_arrays(
+    arrays: Mapping[str, np.ndarray], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put a snapshot's arrays back, bit for bit.
+
+    Raises:
+        KeyError: The snapshot lacks a parameter of the model.
+        RuntimeError: A shape differs.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_tensor(arrays[_MODEL + name]))
+    for name, parameter in model.named_parameters():
+        state = {}
+        for slot in ("step", "exp_avg", "exp_avg_sq"):
+            key = f"{_OPTIMIZER}{slot}.{name}"
+            if key in arrays:
+                value = _tensor(arrays[key]).clone()
+                # AdamW keeps its step counter on the CPU whatever the device of the parameter.
+                state[slot] = value if slot == "step" else value.to(parameter.device)
+        if state:
+            optimizer.state[parameter] = state
+
+
+def model_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """The model's part of a snapshot as a state_dict."""
+    return {
+        name.removeprefix(_MODEL): _tensor(array)
+        for name, array in arrays.items()
+        if name.startswith(_MODEL)
+    }
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (name, optimizer.state[parameter])
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    ]
+
+
+def _copied(value: torch.Tensor) -> np.ndarray:
+    copy: np.ndarray = value.detach().cpu().numpy().copy()
+    return copy
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    # Arrays that came through Ray are read-only views; torch wants to own what it wraps.
+    return torch.from_numpy(np.array(array, copy=True))

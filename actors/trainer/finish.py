@@ -1,0 +1,116 @@
+"""What becomes of a finished run: its audit, the exported model, and the chain of records.
+
+model -> checkpoint -> run -> dataset (-> raw files by digest), config, code
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagleray.actors.checkpoint.manifest import Checkpoint, CheckpointFolder, newest_intact
+from eagleray.actors.checkpoint.samples import Audit, SampleLog, audit
+from eagleray.actors.checkpoint.snapshot import model_arrays
+from eagleray.actors.data.shards import Dataset
+from eagleray.actors.data.tokenizer import EOD
+from eagleray.platform.artifact import publish_artifact
+from eagleray.platform.code import code_identity
+from eagleray.platform.config import ProjectConfig, config_digest, resolved_json
+from eagleray.platform.errors import RunFailedError
+from eagleray.platform.ledger import Ledger
+from eagleray.platform.model import hf_layout
+from eagleray.platform.model.config import DecoderConfig
+from eagleray.platform.model.decoder import Decoder
+from eagleray.platform.registry import ModelVersion, Registry
+from eagleray.platform.storage import Storage
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The records of a run that reached its end."""
+
+    model: ModelVersion | None
+    record: str
+    audit: Audit
+    eval_loss: float | None
+
+
+def finish_run(
+    storage: Storage,
+    config: ProjectConfig,
+    run_id: str,
+    dataset: Dataset,
+    model_config: DecoderConfig,
+    *,
+    register_as: str | None,
+) -> FinishedRun:
+    """Audit a run, export its final weights, record the chain, and register the model.
+
+    Calling it again for the same run gives the same records and the same version.
+
+    `register_as` is the name in the registry; None records the run without a model, as trials do.
+
+    Raises:
+        RunFailedError: It has no intact checkpoint.
+    """
+    checkpoint, damaged = newest_intact(CheckpointFolder(storage, run_id))
+    if checkpoint is None:
+        reason = damaged[0].what if damaged else "none was written"
+        raise RunFailedError(
+            f"run {run_id} left no intact checkpoint: {reason}", f"eagleray resume {run_id}"
+        )
+    result = audit(
+        SampleLog(storage, run_id).chain(checkpoint.samples), dataset.num_samples("train")
+    )
+    record = _record_run(storage, config, run_id, dataset, checkpoint, result)
+    eval_loss = checkpoint.meta.get("eval_loss")
+    if register_as is None:
+        return FinishedRun(None, record, result, eval_loss)
+    artifact = publish_artifact(
+        storage, lambda folder: _export(checkpoint, model_config, dataset, folder)
+    )
+    metrics: dict[str, Any] = {"eval_data": dataset.digest, "steps": checkpoint.step, "run": run_id}
+    if eval_loss is not None:
+        metrics["eval_loss"] = eval_loss
+    body = {"artifact": artifact, "metrics": metrics, "num_parameters": model_config.num_parameters}
+    ledger = Ledger(storage)
+    digest = ledger.put("model", body, {"checkpoint": record})
+    version = Registry(storage).register(register_as, digest, artifact, metrics)
+    return FinishedRun(version, digest, result, eval_loss)
+
+
+def record_dataset(storage: Storage, dataset: Dataset) -> str:
+    """The ledger record of a data set; its body names every raw file by digest."""
+    return Ledger(storage).put("dataset", {"digest": dataset.digest, "manifest": dataset.manifest})
+
+
+def _record_run(
+    storage: Storage,
+    config: ProjectConfig,
+    run_id: str,
+    dataset: Dataset,
+    checkpoint: Checkpoint,
+    result: Audit,
+) -> str:
+    ledger = Ledger(storage)
+    inputs = {
+        "dataset": record_dataset(storage, dataset),
+        "config": ledger.put("config", {"digest": config_digest(config), **resolved_json(config)}),
+        "code": ledger.put("code", code_identity()),
+    }
+    run = ledger.put("run", {"run_id": run_id, "audit": asdict(result)}, inputs)
+    manifest = CheckpointFolder(storage, run_id).digest(checkpoint.step)
+    body = {
+        "run_id": run_id,
+        "step": checkpoint.step,
+        "manifest": manifest,
+        "samples": checkpoint.samples,
+    }
+    return ledger.put("checkpoint", body, {"run": run})
+
+
+def _export(
+    checkpoint: Checkpoint, model_config: DecoderConfig, dataset: Dataset, folder: Path
+) -> None:
+    model = Decoder(model_config)
+    model.load_state_dict(model_arrays(checkpoint.arrays))
+    hf_layout.save(model, folder, dataset.tokenizer_json, eos_token=EOD)

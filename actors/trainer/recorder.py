@@ -1,0 +1,130 @@
+"""The run's recorder: hears the workers, writes the run's record, answers the driver.
+
+Life: created by the run's driver under a name of the run; restarted by Ray if its process dies,
+from the files it wrote (only the workers' addresses are lost, until the next attempt). Exactly one
+exists per run, so attempts are numbered without gaps whatever dies.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from eagleray.actors.trainer.loop import StepRow
+from eagleray.platform.runs import RunStatus, RunStore
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where one worker of the current attempt runs."""
+
+    rank: int
+    pid: int
+    host: str
+    node_id: str
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """A failure that no retry can mend."""
+
+    error: str
+    what: str
+    fix: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What the driver sees when it looks."""
+
+    attempt: int
+    rows: tuple[StepRow, ...]
+    """Rows since the number of rows that the caller already has."""
+    workers: tuple[WorkerInfo, ...]
+    first_row_at: dict[int, float]
+    """Attempt -> time of its first row, in seconds since the epoch."""
+    fatal: Fatal | None = None
+
+
+@dataclass
+class _Memory:
+    attempt: int = 0
+    rows: list[StepRow] = field(default_factory=list)
+    workers: dict[int, WorkerInfo] = field(default_factory=dict)
+    first_row_at: dict[int, float] = field(default_factory=dict)
+    stop_reason: str | None = None
+    fatal: Fatal | None = None
+
+
+class RunRecorder:
+    """The recorder of one run, without Ray.
+
+    Args:
+        runs: Where the record is kept.
+        run_id: The run.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(self, runs: RunStore, run_id: str, clock: Callable[[], float] = time.time) -> None:
+        self._runs, self._run_id, self._clock = runs, run_id, clock
+        self._memory = _Memory()
+        for event in runs.events(run_id):
+            if event["event"] == "attempt":
+                self._memory.attempt = event["attempt"]
+
+    def begin(self, world_size: int) -> int:
+        """Number the attempt that rank 0 starts."""
+        self._memory.attempt += 1
+        self._memory.workers.clear()
+        self._runs.add_event(
+            self._run_id, "attempt", attempt=self._memory.attempt, world_size=world_size
+        )
+        self._runs.update(self._run_id, status=RunStatus.RUNNING)
+        return self._memory.attempt
+
+    def join(self, worker: WorkerInfo) -> Fatal | None:
+        """Note where a worker runs; a fatal failure of an earlier attempt, if there was one."""
+        self._memory.workers[worker.rank] = worker
+        return self._memory.fatal
+
+    def report(self, row: StepRow) -> str | None:
+        """Keep a row; a reason to stop after it, if somebody asked for that."""
+        if row.attempt == self._memory.attempt:
+            self._memory.rows.append(row)
+            self._memory.first_row_at.setdefault(row.attempt, self._clock())
+            self._runs.add_metrics(self._run_id, {**asdict(row), "time_s": self._clock()})
+            self._runs.update(self._run_id, step=row.step)
+        return self._memory.stop_reason
+
+    def fault(self, message: str, ranks: list[int]) -> None:
+        """Note that workers died or failed; the run goes on by itself or ends."""
+        self._runs.add_event(
+            self._run_id, "fault", attempt=self._memory.attempt, ranks=ranks, message=message
+        )
+
+    def fail(self, fatal: Fatal) -> None:
+        """Note a failure that no retry can mend; the first one counts."""
+        if self._memory.fatal is None:
+            self._memory.fatal = fatal
+            self._runs.add_event(self._run_id, "fatal", **asdict(fatal))
+
+    def request_stop(self, reason: str) -> None:
+        """Let training stop, with a checkpoint, after its next row."""
+        self._memory.stop_reason = reason
+
+    def view(self, rows_seen: int) -> RunView:
+        """The state now, with the rows that the caller has not seen."""
+        memory = self._memory
+        workers = tuple(memory.workers[rank] for rank in sorted(memory.workers))
+        return RunView(
+            memory.attempt,
+            tuple(memory.rows[rows_seen:]),
+            workers,
+            dict(memory.first_row_at),
+            memory.fatal,
+        )
+
+    def event(self, event: str, details: dict[str, Any]) -> None:
+        """Keep an event of another part of the run."""
+        self._runs.add_event(self._run_id, event, **details)

@@ -1,0 +1,121 @@
+"""Gradient averaging over data-parallel ranks, overlapped with the backward pass.
+
+What torch's DistributedDataParallel does, with one difference: the buckets never change. DDP
+rebuilds its buckets after the first iteration, so a run resumed at step k sums step k's gradients
+in another layout than the undisturbed run did, and with three or more ranks the sums differ in the
+last bit. Fixed buckets keep "same inputs, same weights" through any restart, and a restarted worker
+does not wait for the compiler stack that DDP imports.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough to overlap
+
+
+class _Bucket:
+    """Parameters whose gradients travel as one flat buffer."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        size = sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.views: list[torch.Tensor] = []
+        offset = 0
+        for parameter in parameters:
+            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+        self.waiting = len(parameters)
+        self.work: dist.Work | None = None
+
+
+class GradientReducer:
+    """Averages gradients over the default process group.
+
+    Use per optimizer step: `arm()` before the last micro-batch's backward, then `wait()`; the
+    earlier micro-batches accumulate locally, so there is exactly one reduction per step.
+
+    Args:
+        parameters: All trained parameters, in an order that is the same on every rank.
+        world_size: Ranks; with one, nothing is sent.
+        bucket_bytes: Most bytes that travel together.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        world_size: int,
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self._world_size = world_size
+        self._armed = False
+        self.reductions = 0
+        """Optimizer steps reduced so far."""
+        self._buckets: list[_Bucket] = []
+        if world_size == 1:
+            return
+        # Backward reaches the last layers first: their bucket is complete, and on its way, first.
+        for group in _grouped(list(parameters)[::-1], bucket_bytes):
+            bucket = _Bucket(group)
+            self._buckets.append(bucket)
+            for parameter in group:
+                hook = self._hook(bucket)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def arm(self) -> None:
+        """The next backward is the step's last: send each bucket as soon as it is complete."""
+        self._armed = True
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.parameters)
+            bucket.work = None
+
+    def wait(self) -> None:
+        """Block until all gradients hold the average over the ranks.
+
+        Raises:
+            RuntimeError: A peer is gone.
+        """
+        self._armed = False
+        for bucket in self._buckets:
+            if bucket.work is None:  # a parameter without gradient kept it from being complete
+                self._send(bucket)
+            assert bucket.work is not None, "a bucket was not sent"
+            bucket.work.wait()
+            bucket.flat /= self._world_size
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+        self.reductions += 1
+
+    def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]  # torch's own hook type
+        def ready(_: nn.Parameter) -> None:
+            if self._armed:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._send(bucket)
+
+        return ready
+
+    def _send(self, bucket: _Bucket) -> None:
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+
+
+def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        grows = groups and groups[-1][0].dtype == parameter.dtype
+        if not grows or size + parameter.nbytes > bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.nbytes
+    return groups

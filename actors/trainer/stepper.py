@@ -1,0 +1,134 @@
+"""One optimizer step: forward, backward, averaging, clipping, update; the same on every rank.
+
+B = sequences of this rank in the global batch, T = tokens per sequence, V = vocabulary.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eagleray.actors.trainer.reducer import GradientReducer
+from eagleray.actors.trainer.schedule import learning_rate
+from eagleray.platform.config import AdamWConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one step; `loss_sum` and `tokens` are this rank's share."""
+
+    loss_sum: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    compute_s: float
+    communication_s: float
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient is NaN or infinite; nothing was updated."""
+
+    def __init__(self, step: int, what: str, value: float) -> None:
+        super().__init__(step, what, value)
+        self.step, self.what, self.value = step, what, value
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.value} at step {self.step}"
+
+
+class Stepper:
+    """Holds model and optimizer of one rank, and takes steps.
+
+    Args:
+        model: Maps tokens [B, T] to logits [B, T, V].
+        config: Hyper-parameters.
+        world_size: Data-parallel ranks; the loss is the mean over the global batch.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        world_size: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.config = model, config
+        self.optimizer = make_optimizer(model, config.optimizer)
+        self._reducer = GradientReducer(model.parameters(), world_size)
+        self._device = torch.device(config.device)
+        self._clock = clock
+
+    def step(self, step: int, tokens_BT1: np.ndarray) -> StepResult:
+        """Train on this rank's part of the global batch.
+
+        Args:
+            step: Number of the step, from 0.
+            tokens_BT1: int32 [B, T + 1]: inputs and, shifted by one, targets.
+
+        Raises:
+            NonFiniteLossError: The loss or gradient norm is not a finite number.
+        """
+        started = self._clock()
+        # A copy: what a loader hands out may be a read-only view.
+        tokens = torch.from_numpy(tokens_BT1.astype(np.int64)).to(self._device)
+        chunks = torch.split(tokens, self.config.micro_batch_size)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum = 0.0
+        for index, chunk in enumerate(chunks):
+            if index == len(chunks) - 1:
+                self._reducer.arm()
+            loss = self._loss(chunk) * (len(chunk) / len(tokens))
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.item() * tokens.shape[0] * (tokens.shape[1] - 1)
+        computed = self._clock()
+        self._reducer.wait()
+        reduced = self._clock()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm).item()
+        # The norm is that of the averaged gradient, so every rank decides alike.
+        if not np.isfinite(norm):
+            raise NonFiniteLossError(step, "the gradient norm", norm)
+        lr = learning_rate(step, self.config.steps, self.config.optimizer.lr, self.config.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        ended = self._clock()
+        count = tokens.shape[0] * (tokens.shape[1] - 1)
+        compute_s = (computed - started) + (ended - reduced)
+        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed)
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BT1: np.ndarray) -> tuple[float, int]:
+        """Sum of the loss in nats over held-out tokens, and their number."""
+        total = 0.0
+        tokens = torch.from_numpy(tokens_BT1.astype(np.int64)).to(self._device)
+        for chunk in torch.split(tokens, self.config.micro_batch_size):
+            total += self._loss(chunk).item() * chunk.shape[0] * (chunk.shape[1] - 1)
+        return total, tokens.shape[0] * (tokens.shape[1] - 1)
+
+    def _loss(self, tokens_BT1: torch.Tensor) -> torch.Tensor:
+        precision = (
+            torch.autocast(self._device.type, dtype=torch.bfloat16)
+            if self.config.precision == "bf16"
+            else contextlib.nullcontext()
+        )
+        with precision:
+            logits_BTV = self.model(tokens_BT1[:, :-1])
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT1[:, 1:].flatten())
+
+
+def make_optimizer(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms) do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
+    )

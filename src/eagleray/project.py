@@ -1,0 +1,254 @@
+"""The Python API: a project, and what can be done with it.
+
+    project = eagleray.Project.load("my-project", ["train.steps=500"])
+    run = project.train()
+    print(run.model.spec, run.eval_loss)
+
+Every method that needs a cluster uses the one in reach (see platform/cluster.py), or starts a
+private one and stops it after. The command line is a thin layer over this class.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagleray.platform.config import (
+    CONFIG_NAME,
+    LoadedConfig,
+    ProjectConfig,
+    load_config,
+    resolved_json,
+)
+from eagleray.platform.errors import UsageError
+from eagleray.platform.ledger import Ledger
+from eagleray.platform.registry import ModelVersion, Registry
+from eagleray.platform.runs import RunState, RunStatus, RunStore
+from eagleray.platform.storage import Storage
+
+if TYPE_CHECKING:
+    from eagleray.actors.data.build import BuildProgress
+    from eagleray.actors.data.shards import Dataset
+    from eagleray.actors.trainer.trainer import Progress
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A training run that reached its end."""
+
+    run_id: str
+    steps: int
+    model: ModelVersion | None
+    eval_loss: float | None
+    samples: int
+    missing: int
+    doubled: int
+    attempts: int
+    seconds: float
+
+
+class Project:
+    """A project's file, its storage, and the acts on it."""
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self.loaded = loaded
+        self.storage = Storage(loaded.storage_path)
+
+    @classmethod
+    def load(cls, path: Path | str = CONFIG_NAME, overrides: Sequence[str] = ()) -> Project:
+        """Read eagleray.yaml and lay `a.b=value` overrides over it.
+
+        `tune.best=last` (or a sweep's id) lays that sweep's best trial over the file, beneath the
+        other overrides.
+
+        Raises:
+            ConfigError: The file or an override breaks rules; all are listed.
+        """
+        project = cls(load_config(path, overrides))
+        best = project.config.tune.best
+        if best is None:
+            return project
+        from eagleray.tune.sweep import best_overrides
+
+        chosen = [f"{key}={value}" for key, value in best_overrides(project.storage, best).items()]
+        return cls(load_config(path, [*chosen, *overrides]))
+
+    @property
+    def config(self) -> ProjectConfig:
+        """The validated configuration."""
+        return self.loaded.config
+
+    @property
+    def runs(self) -> RunStore:
+        """The project's runs."""
+        return RunStore(self.storage)
+
+    @property
+    def registry(self) -> Registry:
+        """The project's models."""
+        return Registry(self.storage)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The project's records."""
+        return Ledger(self.storage)
+
+    def build_data(self, on_progress: Callable[[BuildProgress], None] | None = None) -> Dataset:
+        """Turn the raw files into verified shards; at once if that was done before.
+
+        Raises:
+            DataError: The data cannot be used; the message names file and line.
+        """
+        from eagleray.actors.data.build import build_dataset
+
+        if not self.config.data.sources:
+            raise UsageError(
+                "data.sources is empty", "name a file, folder or glob in eagleray.yaml"
+            )
+        self.storage.probe()
+        return build_dataset(self.config.data, self.loaded.resolve, self.storage, on_progress)
+
+    def train(
+        self,
+        on_progress: Callable[[str, Progress], None] | None = None,
+        on_data: Callable[[BuildProgress], None] | None = None,
+    ) -> TrainedRun:
+        """Build the data if need be, train, and register the model.
+
+        Raises:
+            RunFailedError: The run failed; it can be resumed.
+            InfeasibleError: The cluster cannot hold the workers.
+        """
+        dataset = self.build_data(on_data)
+        run_id = self.runs.create(
+            self.config.name, "train", resolved_json(self.config), self.config.train.steps
+        )
+        return self._run(run_id, dataset, on_progress)
+
+    def resume(
+        self, run_id: str, on_progress: Callable[[str, Progress], None] | None = None
+    ) -> TrainedRun:
+        """Go on with a run from its newest intact checkpoint, with the configuration it had.
+
+        Raises:
+            NotFoundError: There is no such run.
+            UsageError: It is finished, or is not a training run.
+        """
+        state = self.runs.state(run_id)
+        if state.status is RunStatus.FINISHED:
+            raise UsageError(f"run {run_id} is finished", "start a new one with `eagleray train`")
+        if state.kind != "train":
+            raise UsageError(
+                f"run {run_id} is a {state.kind}, not a training run", "see `eagleray ps`"
+            )
+        saved = self.runs.config(run_id)
+        # Addresses and secrets are this machine's, not the run's.
+        saved.update(
+            redis=self.config.redis.model_dump(), cluster=self.config.cluster.model_dump(),
+            storage=self.config.storage.model_dump(),
+        )  # fmt: skip
+        resumed = Project(LoadedConfig(ProjectConfig.model_validate(saved), self.loaded.root))
+        return resumed._run(run_id, resumed.build_data(), on_progress)
+
+    def state(self, run_id: str) -> RunState:
+        """Where a run stands."""
+        return self.runs.state(run_id)
+
+    def _run(
+        self,
+        run_id: str,
+        dataset: Dataset,
+        on_progress: Callable[[str, Progress], None] | None,
+    ) -> TrainedRun:
+        from eagleray.actors.trainer.finish import finish_run
+        from eagleray.actors.trainer.loop import LoopSpec
+        from eagleray.actors.trainer.trainer import Training
+        from eagleray.platform.cluster import session
+        from eagleray.platform.model.config import DecoderConfig
+
+        train, started = self.config.train, time.monotonic()
+        model = DecoderConfig.from_section(self.config.model, dataset.vocab_size)
+        spec = LoopSpec(train, model, dataset.seq_len)
+        attempts = 0
+
+        def follow(progress: Progress) -> None:
+            nonlocal attempts
+            attempts = max(attempts, progress.attempt)
+            if on_progress is not None:
+                on_progress(run_id, progress)
+
+        with (
+            _recorded(self.runs, run_id),
+            session(
+                self.loaded,
+                need_cpus=train.num_workers * train.cpus_per_worker,
+                need_gpus=train.num_workers if train.device == "cuda" else 0,
+            ),
+            self._redis() as redis_url,
+        ):
+            training = Training(self.config, self.storage, run_id, spec, dataset.digest, redis_url)
+            try:
+                training.start()
+                training.wait(follow)
+            finally:
+                training.close()
+            name = train.register_as or self.config.name
+            finished = finish_run(
+                self.storage, self.config, run_id, dataset, model, register_as=name
+            )
+        seen = finished.audit
+        run = TrainedRun(
+            run_id, seen.steps, finished.model, finished.eval_loss, seen.samples, seen.missing,
+            seen.doubled, attempts, time.monotonic() - started,
+        )  # fmt: skip
+        self.runs.update(
+            run_id,
+            status=RunStatus.FINISHED,
+            step=run.steps,
+            results=_results(run, finished.record),
+        )
+        return run
+
+    @contextmanager
+    def _redis(self) -> Iterator[str | None]:
+        from eagleray.platform.redis_server import RedisServer
+
+        folder = self.storage.path("redis")
+        server = (
+            RedisServer.start(self.config.redis, folder) if self.config.data.cache.enabled else None
+        )
+        try:
+            yield server.url if server else None
+        finally:
+            if server:
+                server.stop()
+
+
+@contextmanager
+def _recorded(runs: RunStore, run_id: str) -> Iterator[None]:
+    """Let a run's state say how it ended, whatever happens."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        runs.update(run_id, status=RunStatus.STOPPED, message="interrupted")
+        raise
+    except BaseException as error:
+        runs.update(run_id, status=RunStatus.FAILED, message=str(error).splitlines()[0][:500])
+        raise
+
+
+def _results(run: TrainedRun, record: str) -> dict[str, Any]:
+    return {
+        "eval_loss": run.eval_loss,
+        "model": run.model.spec if run.model else None,
+        "record": record,
+        "samples": run.samples,
+        "missing": run.missing,
+        "doubled": run.doubled,
+        "attempts": run.attempts,
+        "seconds": run.seconds,
+    }
