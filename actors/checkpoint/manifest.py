@@ -9,6 +9,7 @@ digest was compared with the manifest's, and a folder without a manifest does no
 Format and version: docs/formats.md#checkpoint.
 """
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from eagleray.platform.errors import IntegrityError, NotFoundError, StorageError
 from eagleray.platform.storage import Storage, canonical_json, digest_bytes, digest_file
+
+# The store writes alone on purpose; torch would say so at every checkpoint.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 FORMAT = 1
 MANIFEST = "manifest.json"

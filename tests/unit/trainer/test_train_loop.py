@@ -1,0 +1,261 @@
+"""The training loop without Ray: exact resume, figures, stops."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eagleray.actors.checkpoint.manifest import Checkpoint
+from eagleray.actors.checkpoint.samples import SampleLog, audit
+from eagleray.actors.checkpoint.snapshot import Snapshot
+from eagleray.actors.checkpoint.store import CheckpointStore
+from eagleray.actors.trainer.loop import LoopSpec, Seat, StepRow, run_loop
+from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
+from eagleray.actors.trainer.schedule import learning_rate
+from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper, make_optimizer
+from eagleray.platform.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    ProjectConfig,
+    ScheduleConfig,
+    TrainConfig,
+    with_overrides,
+)
+from eagleray.platform.model.config import DecoderConfig
+from eagleray.platform.model.decoder import Decoder
+from eagleray.platform.runs import RunStatus, RunStore
+from eagleray.platform.storage import Storage
+
+MODEL = DecoderConfig(
+    vocab_size=50, dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32,
+    max_seq_len=16,
+)  # fmt: skip
+SEQ_LEN = 8
+
+
+@dataclass(frozen=True)
+class FakeBatch:
+    ids: np.ndarray
+    tokens: np.ndarray
+
+
+class FakeSource:
+    """Tokens that count upwards, so that there is something to learn."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        self._batch_size = batch_size
+
+    def batch(self, step: int, rank: int, world_size: int) -> FakeBatch:
+        ids = np.arange(step * self._batch_size, (step + 1) * self._batch_size)
+        tokens = (ids[:, None] + np.arange(SEQ_LEN + 1)) % 50
+        return FakeBatch(ids, tokens.astype(np.int32))
+
+    def eval_batch(self, index: int) -> np.ndarray:
+        return self.batch(index + 1000, 0, 1).tokens
+
+
+@dataclass
+class StoreSink:
+    """The real store without an actor around it."""
+
+    store: CheckpointStore
+    killed_at: int | None = None
+
+    def begin(self, attempt: int) -> Checkpoint | None:
+        return self.store.begin(attempt)
+
+    def submit(self, snapshot: Snapshot) -> None:
+        if self.killed_at is not None and snapshot.step >= self.killed_at:
+            raise KeyboardInterrupt
+        self.store.submit(snapshot)
+
+    def flush(self) -> None:
+        self.store.flush()
+
+
+@dataclass
+class ListReporter:
+    rows: list[StepRow] = field(default_factory=list)
+    attempts: int = 0
+    stop_at: int | None = None
+
+    def begin(self, rank: int, world_size: int) -> int:
+        self.attempts += 1
+        return self.attempts
+
+    def report(self, row: StepRow) -> str | None:
+        self.rows.append(row)
+        return "enough" if row.step == self.stop_at else None
+
+
+def config(**changes: object) -> TrainConfig:
+    base = {
+        "train.steps": 12, "train.batch_size": 4, "train.micro_batch_size": 4,
+        "train.schedule.warmup_steps": 2, "train.checkpoint.every_steps": 3,
+        "train.eval.every_steps": 6, "train.log_every_steps": 2, "train.optimizer.lr": 0.01,
+    }  # fmt: skip
+    changed = {f"train.{key}": value for key, value in changes.items()}
+    return with_overrides(ProjectConfig(name="t"), {**base, **changed}).train
+
+
+def train(
+    storage: Storage,
+    run_id: str,
+    reporter: ListReporter,
+    killed_at: int | None = None,
+    **changes: object,
+) -> Checkpoint:
+    store = CheckpointStore(storage, run_id, CheckpointConfig())
+    spec = LoopSpec(config(**changes), MODEL, SEQ_LEN)
+    run_loop(Seat(), spec, FakeSource(), StoreSink(store, killed_at), reporter)
+    found = store.begin(99)
+    assert found is not None
+    return found
+
+
+def test_a_killed_and_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    whole_rows, parts_rows = ListReporter(), ListReporter()
+    whole = train(storage, "whole", whole_rows)
+    # A resume of a resume: the first misses the snapshot at 6, the second that at 9.
+    for killed_at in (6, 9):
+        with pytest.raises(KeyboardInterrupt):
+            train(storage, "parts", parts_rows, killed_at)
+    parts = train(storage, "parts", parts_rows)
+    assert parts.step == whole.step == 12
+    assert parts.arrays.keys() == whole.arrays.keys()
+    for name, array in whole.arrays.items():
+        assert np.array_equal(array, parts.arrays[name]), name
+    last = {row.step: (row.loss, row.lr, row.grad_norm) for row in parts_rows.rows}
+    # A row that spans the restart covers fewer steps; those after it must agree exactly.
+    for row in whole_rows.rows:
+        if row.step >= 10:
+            assert last[row.step] == (row.loss, row.lr, row.grad_norm)
+    result = audit(SampleLog(storage, "parts").chain(parts.samples), 10_000)
+    assert (result.steps, result.samples, result.is_exact) == (12, 48, True)
+
+
+def test_training_learns_and_its_rows_add_up(tmp_path: Path) -> None:
+    reporter = ListReporter()
+    found = train(Storage(tmp_path), "r", reporter, steps=60)
+    first, last = reporter.rows[0], reporter.rows[-1]
+    assert last.loss < first.loss * 0.8
+    assert last.step == 60
+    assert 0 < last.mfu
+    assert last.compute_s > 0
+    assert last.eval_loss is not None
+    assert found.meta["eval_loss"] == last.eval_loss
+    evaluated = [row.step for row in reporter.rows if row.eval_loss is not None]
+    assert evaluated == list(range(6, 61, 6))
+
+
+def test_a_stop_leaves_a_checkpoint_at_that_step(tmp_path: Path) -> None:
+    reporter = ListReporter(stop_at=4)
+    found = train(Storage(tmp_path), "r", reporter)
+    assert found.step == 4
+    assert reporter.rows[-1].step == 4
+
+
+def test_accumulation_equals_the_whole_batch() -> None:
+    tokens = FakeSource().batch(0, 0, 1).tokens
+    results = []
+    for micro in (4, 2, 1):
+        model = Decoder(MODEL)
+        model.init_weights(torch.Generator().manual_seed(0))
+        stepper = Stepper(model, config(micro_batch_size=micro))
+        result = stepper.step(0, tokens)
+        results.append((result.loss_sum, result.grad_norm, next(model.parameters()).clone()))
+    for loss, norm, weights in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        assert norm == pytest.approx(results[0][1], rel=1e-4)
+        assert torch.allclose(weights, results[0][2], atol=1e-5)
+
+
+def test_a_poisoned_gradient_stops_before_the_update() -> None:
+    model = Decoder(MODEL)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(NonFiniteLossError, match="at step 3"):
+        Stepper(model, config()).step(3, FakeSource().batch(3, 0, 1).tokens)
+    for one, two in zip(before, model.parameters(), strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+
+
+def test_bf16_trains_close_to_fp32() -> None:
+    tokens = FakeSource().batch(0, 0, 1).tokens
+    losses = []
+    for precision in ("fp32", "bf16"):
+        model = Decoder(MODEL)
+        model.init_weights(torch.Generator().manual_seed(0))
+        losses.append(Stepper(model, config(precision=precision)).step(0, tokens).loss_sum)
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[1] != losses[0]
+
+
+def test_norms_do_not_decay() -> None:
+    groups = make_optimizer(Decoder(MODEL), AdamWConfig(weight_decay=0.3)).param_groups
+    decays = {
+        parameter.ndim: group["weight_decay"] for group in groups for parameter in group["params"]
+    }
+    assert decays == {1: 0.0, 2: 0.3}
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 0.25), (3, 1.0), (4, 1.0), (9, 0.1)])
+def test_the_rate_warms_up_and_falls_to_its_floor(step: int, share: float) -> None:
+    schedule = ScheduleConfig(warmup_steps=4, min_lr_ratio=0.1)
+    assert learning_rate(step, 10, 2.0, schedule) == pytest.approx(2.0 * share)
+
+
+def test_the_rate_is_halfway_in_the_middle() -> None:
+    schedule = ScheduleConfig(warmup_steps=0, min_lr_ratio=0.0)
+    assert learning_rate(50, 101, 1.0, schedule) == pytest.approx(0.5)
+    assert math.isclose(learning_rate(0, 1, 1.0, schedule), 1.0)
+
+
+def row(attempt: int, step: int) -> StepRow:
+    return StepRow(attempt, step, 1.0, 1.0, 0.1, 10.0, 0.5, 0, 0, 0, 0, 0)
+
+
+def test_the_recorder_numbers_attempts_through_its_own_restart(tmp_path: Path) -> None:
+    runs = RunStore(Storage(tmp_path))
+    run_id = runs.create("r", "train", {}, steps=10)
+    recorder = RunRecorder(runs, run_id, clock=lambda: 7.0)
+    assert recorder.begin(2) == 1
+    assert recorder.join(WorkerInfo(1, 11, "h", "n")) is None
+    recorder.join(WorkerInfo(0, 10, "h", "n"))
+    recorder.report(row(1, 2))
+    view = recorder.view(0)
+    assert [worker.pid for worker in view.workers] == [10, 11]
+    assert [r.step for r in view.rows] == [2]
+    assert recorder.view(1).rows == ()
+    assert view.first_row_at == {1: 7.0}
+    assert runs.state(run_id).status is RunStatus.RUNNING
+    assert runs.state(run_id).step == 2
+
+    restarted = RunRecorder(runs, run_id)
+    assert restarted.begin(2) == 2
+    restarted.report(row(1, 4))  # from a worker that does not know yet that it is dead
+    assert restarted.view(0).rows == ()
+    assert [event["event"] for event in runs.events(run_id)] == ["attempt", "attempt"]
+
+
+def test_the_first_fatal_failure_counts_and_reaches_every_worker(tmp_path: Path) -> None:
+    runs = RunStore(Storage(tmp_path))
+    run_id = runs.create("r", "train", {})
+    recorder = RunRecorder(runs, run_id)
+    recorder.begin(1)
+    first = Fatal("DataError", "shard 3 is gone", "rebuild", 2)
+    recorder.fail(first)
+    recorder.fail(Fatal("Other", "later", "", 1))
+    assert recorder.join(WorkerInfo(0, 1, "h", "n")) == first
+    assert recorder.view(0).fatal == first
+    recorder.request_stop("user")
+    assert recorder.report(row(1, 1)) == "user"
+    recorder.fault("rank 1: gone", [1])
+    recorder.event("note", {"a": 1})
+    assert [e["event"] for e in runs.events(run_id)] == ["attempt", "fatal", "fault", "note"]
