@@ -1,49 +1,60 @@
-"""Answers of actors with a deadline, and their failures as ours.
+"""Calls to actors with a deadline, answered by a value or by an error of ours."""
 
-`.remote(` and `ray.get(` stand in `actors/` alone; callers elsewhere hold typed clients.
-"""
-
-from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from eagleray.platform.errors import DeadlineExceededError, EagleRayError, ServiceError
 
-NAMESPACE = "eagleray"
 
+def call(method: Any, *args: Any, timeout_s: float, what: str) -> Any:
+    """Call an actor's method and wait for its value.
 
-def call(ref: Any, timeout_s: float, what: str) -> Any:
-    """Wait for an actor's answer.
+    A call that is given up is cancelled if the actor has not begun it.
 
     Args:
-        ref: What `.remote(...)` returned, or a list of such.
-        timeout_s: Longest wait in seconds.
-        what: The act in words, for the message: `hand out batch 17`.
+        method: A method of an actor handle, as in `handle.batch`.
+        *args: Its arguments.
+        timeout_s: How long to wait, from now.
+        what: What is waited for, as the subject of an error's sentence.
 
     Raises:
-        DeadlineExceededError: No answer in time.
-        ServiceError: The actor is dead.
-        EagleRayError: The actor raised it; it arrives with its own type.
+        DeadlineExceededError: It took longer.
+        ServiceError: The actor died, or failed with an error that is not ours.
+        EagleRayError: What the method raised, with its own type.
     """
     try:
-        return ray.get(list(ref) if isinstance(ref, Sequence) else ref, timeout=timeout_s)
+        reference = method.remote(*args)
+    except RayError as error:
+        raise _mapped(error, what) from error
+    return result(reference, timeout_s=timeout_s, what=what)
+
+
+def result(reference: Any, *, timeout_s: float, what: str) -> Any:
+    """The value of a call that was made before; raises as `call` does."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as error:
+        ray.cancel(reference)
         raise DeadlineExceededError(
-            f"an actor did not {what} within {timeout_s:g} s",
-            "look at the actor's log; raise the deadline if the machine is merely busy",
+            f"{what} did not come within {timeout_s:g} s",
+            "see whether its node is overloaded or gone: eagleray ps; or raise the timeout",
         ) from error
-    except RayActorError as error:
-        raise ServiceError(
-            f"an actor died before it could {what}: {_first_line(error)}",
-            "the run restarts what it can; see the run's events",
-        ) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, EagleRayError):
-            raise error.cause from error
-        raise
+    except RayError as error:
+        raise _mapped(error, what) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _mapped(error: RayError, what: str) -> EagleRayError:
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, EagleRayError):
+            return cause
+        return ServiceError(f"{what} failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, RayActorError):
+        return ServiceError(
+            f"{what} did not come: its actor is gone ({type(error).__name__})",
+            "see why it died: eagleray logs; then start again",
+        )
+    reason = next(iter(str(error).splitlines()), "")
+    return ServiceError(f"{what} did not come: {type(error).__name__}: {reason}")

@@ -1,0 +1,127 @@
+"""Keeps the values in Redis within a byte budget by LRU-K, from the references that readers report.
+
+The server itself evicts nothing (`noeviction`): its own policies keep no K-th reference. Between
+the budget and 85 % of it the evictor unlinks a few keys at a time, so that no reader waits long.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from eagleray.actors.cache.policies import LruK
+from eagleray.actors.cache.redis_link import RedisLink
+from eagleray.actors.cache.redis_store import ENTRY_OVERHEAD_BYTES, KEY_PREFIX
+from eagleray.actors.cache.touches import TouchBatch
+
+logger = logging.getLogger(__name__)
+
+LOW_MARK = 0.85
+CHUNK_KEYS = 16
+MAX_HISTORY = 65_536
+_SCAN_COUNT = 512
+_MAX_SCANNED = 2_000_000
+
+Unlink = Callable[[Sequence[bytes]], None]
+
+
+@dataclass(frozen=True)
+class EvictorStats:
+    """Keys and bytes believed resident; touches taken and keys evicted since the start."""
+
+    keys: int
+    bytes: int
+    touches: int
+    evicted: int
+
+
+class Evictor:
+    """Decides what goes; a `TouchSink`. Not for several threads.
+
+    A touch that arrives after its key was evicted makes it count as resident again: it is then
+    evicted once more, which does nothing.
+
+    Args:
+        max_bytes: The budget, with what Redis adds to each value.
+        k: K of LRU-K.
+        unlink: Removes values by key digest. If it raises, they stay counted and are tried again
+            later.
+    """
+
+    def __init__(self, max_bytes: int, k: int, unlink: Unlink) -> None:
+        self._max_bytes, self._unlink = max_bytes, unlink
+        self._policy = LruK(k, MAX_HISTORY)
+        self._touches = 0
+        self._evicted = 0
+
+    def touch(self, batch: TouchBatch) -> None:
+        """Note references, then evict if the budget is exceeded."""
+        for key, size in batch.pairs():
+            self._policy.touch(key, size)
+        self._touches += len(batch)
+        if self._policy.total_bytes > self._max_bytes:
+            self._evict()
+
+    def stats(self) -> EvictorStats:
+        """Figures since the start."""
+        return EvictorStats(
+            len(self._policy), self._policy.total_bytes, self._touches, self._evicted
+        )
+
+    def _evict(self) -> None:
+        while self._policy.total_bytes > LOW_MARK * self._max_bytes:
+            chunk: list[tuple[bytes, int]] = []
+            excess = self._policy.total_bytes - LOW_MARK * self._max_bytes
+            while len(chunk) < CHUNK_KEYS and sum(size for _, size in chunk) < excess:
+                victim = self._policy.victim()
+                if victim is None:
+                    break
+                chunk.append((victim, self._policy.size(victim)))
+                self._policy.remove(victim)
+            if not chunk:
+                return
+            try:
+                self._unlink([key for key, _ in chunk])
+            except (RedisError, OSError) as error:
+                # They stay counted, as if just referenced; nothing grows while Redis is away.
+                logger.debug("eviction failed keys=%d error=%s", len(chunk), error)
+                for key, size in chunk:
+                    self._policy.touch(key, size)
+                return
+            self._evicted += len(chunk)
+
+
+def unlink_in(link: RedisLink) -> Unlink:
+    """Unlinks in one Redis."""
+
+    def unlink(keys: Sequence[bytes]) -> None:
+        link.call("UNLINK", *(KEY_PREFIX + key for key in keys))
+
+    return unlink
+
+
+def resident_in(link: RedisLink) -> TouchBatch:
+    """What lies in Redis already, least recently used first: what a restarted evictor starts from.
+
+    Raises:
+        RedisError: The server does not answer.
+        OSError: The connection failed.
+    """
+    found: list[tuple[int, bytes, int]] = []
+    cursor: bytes | int = 0
+    while len(found) < _MAX_SCANNED:
+        cursor, names = link.call("SCAN", cursor, "MATCH", KEY_PREFIX + b"*", "COUNT", _SCAN_COUNT)
+        commands = [
+            command
+            for name in names
+            for command in (("OBJECT", "IDLETIME", name), ("STRLEN", name))
+        ]
+        replies = link.pipeline(commands) if commands else []
+        for name, idle, size in zip(names, replies[::2], replies[1::2], strict=True):
+            if isinstance(idle, int) and isinstance(size, int):
+                found.append((idle, name.removeprefix(KEY_PREFIX), size + ENTRY_OVERHEAD_BYTES))
+        if cursor in (b"0", 0):
+            break
+    found.sort(reverse=True)
+    return TouchBatch(b"".join(key for _, key, _ in found), tuple(size for _, _, size in found))

@@ -1,0 +1,55 @@
+"""Values in this process's memory, for when there is no Redis; LRU-K bounds their bytes."""
+
+from collections.abc import Sequence
+
+from eagleray.actors.cache.policies import LruK
+
+_MAX_HISTORY = 4096
+
+
+class MemoryStore:
+    """A value store in a dictionary. Not for several threads.
+
+    Args:
+        max_bytes: Sum of the payloads that are kept.
+        k: K of LRU-K.
+    """
+
+    def __init__(self, max_bytes: int, k: int) -> None:
+        self._max_bytes = max_bytes
+        self._policy = LruK(k, _MAX_HISTORY)
+        self._payloads: dict[bytes, bytes] = {}
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The payload under each key digest; None where there is none."""
+        found = [self._payloads.get(key) for key in keys]
+        for key, payload in zip(keys, found, strict=True):
+            if payload is not None:
+                self._policy.touch(key, len(payload))
+        return found
+
+    def put_many(self, items: Sequence[tuple[bytes, bytes]]) -> int:
+        """Keep payloads under key digests and evict down to the limit; how many were kept."""
+        stored = 0
+        for key, payload in items:
+            if len(payload) > self._max_bytes:
+                continue
+            self._payloads[key] = payload
+            self._policy.touch(key, len(payload))
+            while self._policy.total_bytes > self._max_bytes:
+                victim = self._policy.victim()
+                if victim is None:
+                    break
+                self._policy.remove(victim)
+                del self._payloads[victim]
+            stored += key in self._payloads
+        return stored
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the payloads that are kept."""
+        return self._policy.total_bytes
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._payloads.clear()

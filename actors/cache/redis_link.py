@@ -1,0 +1,76 @@
+"""One connection to Redis with one rule: after anything unexpected it is closed, not reused.
+
+A reply that was not read stays in the socket, and the next command would take it for its own: the
+wrong value, and no error. So whatever happens between sending and the last reply, even an
+interrupt, closes the connection; the next call opens a new one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.connection import Connection, parse_url
+from redis.exceptions import ResponseError
+
+Command = Sequence[bytes | str | int]
+
+
+class RedisLink:
+    """A connection that is opened when needed. Not for several threads.
+
+    Args:
+        url: redis://, rediss:// or unix://.
+        timeout_s: For connecting, and for each wait on the socket.
+
+    Raises:
+        ValueError: The URL has another form.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]  # not annotated there
+        kind = settings.pop("connection_class", Connection)
+        # RESP2 and no driver info: a connection costs no round trip before its first command.
+        settings |= {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "protocol": 2,
+            "driver_info": None,
+        }
+        self._connection: Any = kind(**settings)
+
+    def call(self, *command: bytes | str | int) -> Any:
+        """The reply to one command.
+
+        Raises:
+            RedisError: The server refused it, or did not answer in time.
+            OSError: The connection failed.
+        """
+        reply = self.pipeline([command])[0]
+        if isinstance(reply, ResponseError):
+            raise reply
+        return reply
+
+    def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies to several commands, sent together; a refusal stands in its place.
+
+        Raises:
+            RedisError: The server did not answer in time.
+            OSError: The connection failed.
+        """
+        try:
+            self._connection.connect()
+            packed = self._connection.pack_commands(commands)
+            self._connection.send_packed_command(packed, check_health=False)
+            return [self._reply() for _ in commands]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection; the next call opens a new one."""
+        self._connection.disconnect()
+
+    def _reply(self) -> Any:
+        try:
+            return self._connection.read_response()
+        except ResponseError as error:
+            return error

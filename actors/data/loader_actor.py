@@ -1,0 +1,140 @@
+"""The loader as an actor: one per node, shared by the ranks on it, and safe to kill.
+
+The trainer creates it; Ray restarts it when its process or node dies, and repeats the calls that
+were under way. A batch is a pure function of its step, so the new one answers them identically.
+What a restart loses: batches read ahead, and the figures of `stats`.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from eagleray.actors.cache import TouchSink, open_cache
+from eagleray.actors.cache.evictor_actor import EvictorClient
+from eagleray.actors.data.dataset import Dataset, Split
+from eagleray.actors.data.loader import Batch, Loader, LoaderStats
+from eagleray.actors.rpc import call
+from eagleray.platform.config import FeatureCacheConfig
+from eagleray.platform.storage import Storage
+
+# The actor mostly waits for its callers; any share of a CPU would be taken from a trainer worker.
+_NUM_CPUS = 0
+
+
+@dataclass(frozen=True)
+class LoaderSpec:
+    """Everything a loader is a function of, and where it may look first.
+
+    `redis_url` may hold a password and is left out of repr; with None the cache is in memory.
+    `evictor` is the handle that `create_evictor` gave, or None.
+    """
+
+    storage_root: Path
+    dataset: str
+    order_seed: int
+    batch_size: int
+    split: Split = "train"
+    prefetch_batches: int = 4
+    cache: FeatureCacheConfig | None = None
+    redis_url: str | None = field(default=None, repr=False)
+    evictor: Any = None
+
+
+class LoaderServer:
+    """What runs in the actor: a loader, and the cutting of batches for ranks."""
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        self._spec = spec
+
+    @cached_property
+    def _loader(self) -> Loader:
+        # Not in __init__: what goes wrong there reaches callers without its type.
+        spec = self._spec
+        dataset = Dataset.open(Storage(spec.storage_root), spec.dataset)
+        sink: TouchSink | None = EvictorClient(spec.evictor) if spec.evictor else None
+        cache = open_cache(spec.cache, spec.redis_url, sink) if spec.cache else None
+        return Loader(
+            dataset, spec.split, spec.order_seed, spec.batch_size, cache, spec.prefetch_batches
+        )
+
+    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """One rank's part of a step's batch; the whole is read once for all ranks."""
+        return self._loader.batch(step).slice_for_rank(rank, world_size)
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """One rank's part of a batch of held-out samples."""
+        return self._loader.eval_batch(index).slice_for_rank(rank, world_size)
+
+    def stats(self) -> LoaderStats:
+        """Figures since this process started."""
+        return self._loader.stats()
+
+
+def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | None = None) -> Any:
+    """Start a loader actor and return its handle, at once; the first call waits until it is up.
+
+    Args:
+        spec: What it reads, in which order.
+        name: To be found by `ray.get_actor` in this namespace; None: by its handle only.
+        node_id: The node that it should share with its callers, if that is alive; None: any.
+    """
+    options: dict[str, Any] = {
+        "num_cpus": _NUM_CPUS,
+        # Without limit: each restart answers a death from outside, and callers have deadlines.
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "name": name,
+    }
+    if node_id is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+    return ray.remote(LoaderServer).options(**options).remote(spec)
+
+
+class LoaderClient:
+    """A loader actor with ordinary methods. What it returns belongs to the caller.
+
+    Args:
+        handle: From `create_loader`.
+        timeout_s: For each call, restarts of the actor included.
+    """
+
+    def __init__(self, handle: Any, timeout_s: float) -> None:
+        self._handle, self._timeout_s = handle, timeout_s
+
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """One rank's part of a step's batch.
+
+        Raises:
+            DeadlineExceededError: It did not come in time; names the step.
+            ServiceError: The loader is gone for good, or the batch does not divide by `world_size`.
+            NotFoundError: There is no such dataset.
+            IntegrityError: A block of a shard is damaged; names shard and block.
+        """
+        return self._call(self._handle.batch, f"the batch of step {step}", step, rank, world_size)
+
+    def eval_batch(self, index: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """One rank's part of a batch of held-out samples; raises as `batch` does."""
+        return self._call(
+            self._handle.eval_batch, f"evaluation batch {index}", index, rank, world_size
+        )
+
+    def stats(self) -> LoaderStats:
+        """Figures since the actor's process started."""
+        stats: LoaderStats = call(
+            self._handle.stats, timeout_s=self._timeout_s, what="the loader's statistics"
+        )
+        return stats
+
+    def _call(self, method: Any, what: str, *args: int) -> Batch:
+        batch: Batch = call(method, *args, timeout_s=self._timeout_s, what=what)
+        # What came through the object store is read-only, which torch.from_numpy warns about.
+        return Batch(batch.step, _owned(batch.ids), _owned(batch.tokens))
+
+
+def _owned(array: Any) -> Any:
+    return array if array.flags.writeable else np.array(array)

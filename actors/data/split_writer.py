@@ -1,0 +1,108 @@
+"""Writes one split: documents, one after the other, into shards of equal length."""
+
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from eagleray.actors.data.shards import BLOCK_TOKENS, ShardWriter
+from eagleray.actors.data.tokenizer import TextTokenizer
+from eagleray.platform.storage import digest_file
+
+
+class SplitWriter:
+    """Documents in, `<split>-00000.bin` and so on out; `describe` after it was closed.
+
+    Args:
+        folder: Where the shards go.
+        split: First part of their names.
+        tokenizer: Gives vocabulary, digest and the id that ends each document.
+        shard_bytes: Size of a shard, rounded down to whole blocks, at least one.
+        seq_len: T; only for counting samples.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, tokenizer: TextTokenizer, shard_bytes: int, seq_len: int
+    ) -> None:
+        self._folder, self._split, self._tokenizer = folder, split, tokenizer
+        self._seq_len = seq_len
+        num_blocks = shard_bytes // tokenizer.dtype.itemsize // BLOCK_TOKENS
+        self._tokens_per_shard = max(1, num_blocks) * BLOCK_TOKENS
+        self._eod = np.array([tokenizer.eod_id], dtype=tokenizer.dtype)
+        self._writer: ShardWriter | None = None
+        self._files: list[dict[str, Any]] = []
+        self._lengths: Counter[int] = Counter()
+        self.num_documents = 0
+        self.num_tokens = 0
+
+    def append(self, ids: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+        """Add a document; its end is marked here.
+
+        Raises:
+            DataError: An id does not fit the vocabulary.
+        """
+        tokens = np.concatenate([ids, self._eod])
+        self.num_documents += 1
+        self._lengths[(len(tokens) - 1).bit_length()] += 1
+        while len(tokens):
+            writer = self._writer or self._next_shard()
+            room = self._tokens_per_shard - writer.num_tokens
+            writer.append(tokens[:room])
+            self.num_tokens += len(tokens[:room])
+            tokens = tokens[room:]
+            if writer.num_tokens == self._tokens_per_shard:
+                self._close_shard(writer)
+
+    def describe(self) -> dict[str, Any]:
+        """The split's part of the manifest."""
+        samples = max(0, self.num_tokens - 1) // self._seq_len
+        used = samples * self._seq_len + 1 if samples else 0
+        return {
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "samples": samples,
+            "dropped_tokens": self.num_tokens - used,
+            "document_tokens": [[2**bits, self._lengths[bits]] for bits in sorted(self._lengths)],
+            "shards": self._files,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._writer is None:
+            return
+        if error is None:
+            self._close_shard(self._writer)
+        else:
+            self._writer.__exit__(kind, error, trace)
+
+    def _next_shard(self) -> ShardWriter:
+        self._writer = ShardWriter(
+            self._folder / f"{self._split}-{len(self._files):05d}.bin",
+            vocab_size=self._tokenizer.vocab_size,
+            tokenizer_sha256=bytes.fromhex(self._tokenizer.digest),
+            first_token=self.num_tokens,
+        )
+        return self._writer
+
+    def _close_shard(self, writer: ShardWriter) -> None:
+        writer.close()
+        name = f"{self._split}-{len(self._files):05d}.bin"
+        self._files.append(
+            {
+                "file": name,
+                "tokens": writer.num_tokens,
+                "first_token": self.num_tokens - writer.num_tokens,
+                "sha256": digest_file(self._folder / name),
+            }
+        )
+        self._writer = None

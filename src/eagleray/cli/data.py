@@ -1,0 +1,258 @@
+"""Verbs of the data: build, inspect, verify."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eagleray.cli.console import (
+    ConfigOption,
+    JsonOption,
+    OverridesArgument,
+    console,
+    emit,
+    errors,
+    table,
+)
+from eagleray.platform.config import CONFIG_NAME, load_config
+from eagleray.platform.errors import IntegrityError, NotFoundError, UsageError
+from eagleray.platform.storage import Storage
+
+if TYPE_CHECKING:
+    from eagleray.actors.data import BuildProgress, Dataset
+
+_BAR_WIDTH = 40
+_SAMPLE_CHARS = 300
+_MIN_PREFIX = 6
+
+DigestArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[DIGEST]", help="A dataset's digest or its start; default: the last."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    group = typer.Typer(no_args_is_help=True, help="Raw text to verified token shards.")
+    group.command()(build)
+    group.command()(inspect)
+    group.command()(verify)
+    app.add_typer(group, name="data")
+
+
+def build(
+    overrides: OverridesArgument = None,
+    config: ConfigOption = Path(CONFIG_NAME),
+    as_json: JsonOption = False,
+) -> None:
+    """Build the dataset of eagleray.yaml, or find it if it was built before.
+
+    Example: eagleray data build data.seq_len=256
+    """
+    from eagleray.actors.data import build_dataset
+
+    loaded = load_config(config, overrides or [])
+    started = time.perf_counter()
+    seen: list[BuildProgress] = []
+    with _progress() as show:
+
+        def on_progress(progress: "BuildProgress") -> None:
+            seen[:] = [progress]
+            show(progress)
+
+        dataset = build_dataset(
+            loaded.config.data, loaded.resolve, Storage(loaded.storage_path), on_progress
+        )
+    took_s = time.perf_counter() - started
+    is_found = bool(seen) and seen[-1].phase == "found"
+    document = _summary(dataset) | {"seconds": round(took_s, 3), "built": not is_found}
+    if not is_found:
+        document["bytes_per_second"] = round(document["bytes"] / took_s)
+
+    def people() -> None:
+        console.print(
+            f"{'found' if is_found else 'built'} dataset {dataset.digest}", soft_wrap=True
+        )
+        _print_counts(document)
+        rate = "" if is_found else f", {document['bytes_per_second'] / 1e6:.1f} MB/s"
+        console.print(f"{took_s:.1f} s{rate}", soft_wrap=True)
+
+    emit(document, as_json, people)
+
+
+def inspect(
+    digest: DigestArgument = None,
+    config: ConfigOption = Path(CONFIG_NAME),
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is in a dataset: counts, lengths of documents, two samples.
+
+    Example: eagleray data inspect
+    """
+    dataset = _open(digest, config)
+    document = _summary(dataset)
+    document["document_tokens"] = dataset.manifest["splits"]["train"]["document_tokens"]
+    document["examples"] = _samples(dataset)
+
+    def people() -> None:
+        console.print(f"dataset {dataset.digest}", soft_wrap=True)
+        _print_counts(document)
+        _print_lengths(document["document_tokens"])
+        for number, text in enumerate(document["examples"]):
+            console.print(f"\ntrain sample {number}:", soft_wrap=True)
+            console.print(f"{text[:_SAMPLE_CHARS]!r}", markup=False, soft_wrap=True)
+
+    emit(document, as_json, people)
+
+
+def verify(
+    digest: DigestArgument = None,
+    config: ConfigOption = Path(CONFIG_NAME),
+    as_json: JsonOption = False,
+) -> None:
+    """Check every byte of a dataset against its checksums.
+
+    Example: eagleray data verify
+    """
+    dataset = _open(digest, config)
+    found = dataset.verify()
+    document = {
+        "digest": dataset.digest,
+        "ok": not found,
+        "damage": [{"file": d.file, "block": d.block, "reason": d.reason} for d in found],
+    }
+    emit(
+        document,
+        as_json,
+        lambda: console.print(f"dataset {dataset.digest}: {len(found)} damaged", soft_wrap=True),
+    )
+    if found:
+        listed = "".join(
+            f"\n  - {d.file}"
+            + (f" block {d.block}" if d.block is not None else "")
+            + f": {d.reason}"
+            for d in found
+        )
+        raise IntegrityError(
+            f"dataset {dataset.digest} is damaged:{listed}",
+            f"restore these from a copy, or remove {dataset.folder} and build it again",
+        )
+
+
+def _open(digest: str | None, config: Path) -> "Dataset":
+    from eagleray.actors.data import Dataset, last_digest
+
+    storage = Storage(load_config(config).storage_path)
+    return Dataset.open(storage, _full(storage, digest) if digest else last_digest(storage))
+
+
+def _full(storage: Storage, start: str) -> str:
+    """The digest that starts like this."""
+    matching = [name for name in storage.names("datasets") if name.startswith(start)]
+    if len(start) < _MIN_PREFIX or not matching:
+        raise NotFoundError(
+            f"there is no dataset {start} in {storage.root}",
+            f"give its digest, or at least {_MIN_PREFIX} characters of its start",
+        )
+    if len(matching) > 1:
+        raise UsageError(f"{start} is the start of {len(matching)} digests", "give more of it")
+    return matching[0]
+
+
+def _summary(dataset: "Dataset") -> dict[str, Any]:
+    sources, splits = dataset.manifest["sources"], dataset.manifest["splits"]
+    document: dict[str, Any] = {
+        "digest": dataset.digest,
+        "path": str(dataset.folder),
+        "tokenizer": dataset.manifest["tokenizer"]["sha256"],
+        "vocab_size": dataset.vocab_size,
+        "seq_len": dataset.seq_len,
+        "files": len(sources),
+        "skipped_examples": [e for source in sources for e in source["skipped_examples"]],
+    }
+    for name in ("bytes", "documents", "empty", "filtered", "skipped"):
+        document[name] = sum(source[name] for source in sources)
+    for split, found in splits.items():
+        document[split] = {
+            name: found[name] for name in ("documents", "tokens", "samples", "dropped_tokens")
+        }
+    return document
+
+
+def _print_counts(document: dict[str, Any]) -> None:
+    rows = [
+        [split, *(f"{document[split][name]:,}" for name in ("documents", "tokens", "samples"))]
+        for split in ("train", "eval")
+    ]
+    console.print(table("", ["split", "documents", "tokens", "samples"], rows))
+    left_out = ", ".join(
+        f"{document[name]:,} {name}" for name in ("empty", "filtered", "skipped") if document[name]
+    )
+    console.print(
+        f"{document['bytes']:,} bytes in {document['files']:,} files"
+        + (f"; left out: {left_out}" if left_out else ""),
+        soft_wrap=True,
+    )
+    for example in document["skipped_examples"]:
+        console.print(f"  skipped {example}", markup=False, soft_wrap=True)
+    console.print(
+        f"tokenizer {document['tokenizer']} ({document['vocab_size']:,} tokens)", soft_wrap=True
+    )
+
+
+def _print_lengths(document_tokens: list[list[int]]) -> None:
+    console.print("\ntokens per document (train)", soft_wrap=True)
+    most = max(count for _, count in document_tokens)
+    for upper, count in document_tokens:
+        bar = "#" * max(1, round(_BAR_WIDTH * count / most))
+        console.print(f"  <= {upper:>9,} {bar} {count:,}", soft_wrap=True)
+
+
+def _samples(dataset: "Dataset") -> list[str]:
+    import numpy as np
+
+    from eagleray.actors.data.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer(dataset.tokenizer_json)
+    count = min(2, dataset.num_samples("train"))
+    tokens = dataset.read("train", np.arange(count, dtype=np.int64))
+    return [tokenizer.decode(row.tolist()) for row in tokens]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
+    """A bar on a terminal; elsewhere a line when a phase begins."""
+    if errors.is_terminal:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        with Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}% {task.fields[tokens]:,} tokens"),
+            TimeRemainingColumn(),
+            console=errors,
+            transient=True,
+        ) as bar:
+            task = bar.add_task("", total=1.0, tokens=0)
+
+            def move(progress: "BuildProgress") -> None:
+                bar.update(
+                    task,
+                    description=progress.phase,
+                    completed=progress.fraction,
+                    tokens=progress.tokens,
+                )
+
+            yield move
+    else:
+        phases: list[str] = []
+
+        def note(progress: "BuildProgress") -> None:
+            if progress.phase not in phases:
+                phases.append(progress.phase)
+                errors.print(f"data build: {progress.phase}")
+
+        yield note
