@@ -8,7 +8,7 @@ import ray
 from eagleray.actors.checkpoint.manifest import Checkpoint
 from eagleray.actors.checkpoint.snapshot import Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore, StoreStatus
-from eagleray.actors.rpc import call
+from eagleray.actors.rpc import call, result
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.runs import RunStore
 from eagleray.platform.storage import Storage
@@ -63,8 +63,8 @@ class StoreClient:
 
     def begin(self, attempt: int) -> Checkpoint | None:
         """The state to go on from; None at the very start."""
-        found: Checkpoint | None = self._call(
-            self._handle.begin.remote(attempt), "find the newest checkpoint"
+        found: Checkpoint | None = call(
+            self._handle.begin, attempt, timeout_s=self._timeout_s, what="the newest checkpoint"
         )
         return found
 
@@ -80,12 +80,10 @@ class StoreClient:
     def flush(self) -> None:
         """Return when everything handed in is on storage."""
         self._settle()
-        self._call(self._handle.flush.remote(), "write its checkpoints")
+        call(self._handle.flush, timeout_s=self._timeout_s, what="the writing of checkpoints")
 
     def _settle(self) -> None:
         if self._in_flight is not None:
-            self._call(self._in_flight, "take a snapshot")
+            what = "the checkpoint store's receipt"
+            result(self._in_flight, timeout_s=self._timeout_s, what=what)
             self._in_flight = None
-
-    def _call(self, ref: Any, what: str) -> Any:
-        return call(ref, self._timeout_s, what)

@@ -10,8 +10,7 @@ from typing import Any
 from eagleray.actors.checkpoint.manifest import Checkpoint, CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import Audit, SampleLog, audit
 from eagleray.actors.checkpoint.snapshot import model_arrays
-from eagleray.actors.data.shards import Dataset
-from eagleray.actors.data.tokenizer import EOD
+from eagleray.actors.data.dataset import Dataset
 from eagleray.platform.artifact import publish_artifact
 from eagleray.platform.code import code_identity
 from eagleray.platform.config import ProjectConfig, config_digest, resolved_json
@@ -113,4 +112,6 @@ def _export(
 ) -> None:
     model = Decoder(model_config)
     model.load_state_dict(model_arrays(checkpoint.arrays))
-    hf_layout.save(model, folder, dataset.tokenizer_json, eos_token=EOD)
+    hf_layout.save(
+        model, folder, dataset.tokenizer_json, eos_token=dataset.manifest["tokenizer"]["eod_token"]
+    )

@@ -66,6 +66,9 @@ class Reporter(Protocol):
     def begin(self, rank: int, world_size: int) -> int:
         """Rank 0 starts an attempt; its number, from 1."""
 
+    def join(self, attempt: int, rank: int) -> None:
+        """Every rank takes part in the attempt."""
+
     def report(self, row: "StepRow") -> str | None:
         """Take one row of figures; a reason if training is to stop after this step."""
 
@@ -152,6 +155,7 @@ def run_loop(
 
     attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
     attempt = _from_rank_zero(attempt, seat)
+    reporter.join(attempt, seat.rank)
     restored = sink.begin(attempt)
     start = restored.step if restored else 0
     # The stream of a rank depends on nothing but the seed and the rank, at a resize too.

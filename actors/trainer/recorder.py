@@ -83,9 +83,13 @@ class RunRecorder:
         self._runs.update(self._run_id, status=RunStatus.RUNNING)
         return self._memory.attempt
 
-    def join(self, worker: WorkerInfo) -> Fatal | None:
-        """Note where a worker runs; a fatal failure of an earlier attempt, if there was one."""
-        self._memory.workers[worker.rank] = worker
+    def join(self, attempt: int, worker: WorkerInfo) -> None:
+        """Note where a worker of the current attempt runs."""
+        if attempt == self._memory.attempt:
+            self._memory.workers[worker.rank] = worker
+
+    def fatal(self) -> Fatal | None:
+        """The failure of an earlier attempt that no retry can mend, if there was one."""
         return self._memory.fatal
 
     def report(self, row: StepRow) -> str | None:

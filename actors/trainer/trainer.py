@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from eagleray.actors.data.loader import create_loader
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
+from eagleray.actors.cache.evictor_actor import create_evictor
 from eagleray.actors.checkpoint.actor import create_store
+from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.trainer.loop import LoopSpec, StepRow
 from eagleray.actors.trainer.recorder import Fatal, RunView, WorkerInfo
 from eagleray.actors.trainer.worker import (
@@ -112,7 +113,13 @@ class Training:
 
     def close(self) -> None:
         """End the run's actors."""
-        for actor in (self._actors.recorder, self._actors.store, *self._actors.loaders.values()):
+        actors = self._actors
+        for actor in (
+            actors.recorder,
+            actors.store,
+            *actors.loaders.values(),
+            *([actors.evictor] if actors.evictor else []),
+        ):
             ray.kill(actor)
 
     def _fit(self) -> None:
@@ -160,26 +167,23 @@ class Training:
 def _create_actors(
     config: ProjectConfig, storage: Storage, run_id: str, dataset: str, redis_url: str | None
 ) -> RunActors:
-    nodes = [
-        node["NodeID"]
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
-        if node["Alive"]
-    ]
-    loaders = {
-        node: create_loader(
-            storage,
-            dataset,
-            config.data,
-            config.train.batch_size,
-            node_id=node,
-            redis_url=redis_url,
-        )
-        for node in nodes
-    }
+    cache = config.data.cache if config.data.cache.enabled else None
+    spec = LoaderSpec(
+        storage.root,
+        dataset,
+        config.data.order_seed,
+        config.train.batch_size,
+        prefetch_batches=config.data.prefetch_batches,
+        cache=cache,
+        redis_url=redis_url,
+        evictor=create_evictor(cache, redis_url) if cache and redis_url else None,
+    )
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return RunActors(
         create_recorder(storage, run_id),
         create_store(storage, run_id, config.train.checkpoint),
-        loaders,
+        {node: create_loader(spec, node_id=node) for node in nodes},
+        spec.evictor,
     )
 
 

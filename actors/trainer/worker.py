@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
-from eagleray.actors.data.loader import LoaderClient
 from ray.train import UserCallback
 
 from eagleray.actors.checkpoint.actor import StoreClient
+from eagleray.actors.data.loader import Batch
+from eagleray.actors.data.loader_actor import LoaderClient
 from eagleray.actors.rpc import call
 from eagleray.actors.trainer.loop import LoopSpec, Seat, StepRow, run_loop
 from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
@@ -35,6 +37,7 @@ class RunActors:
     store: Any
     loaders: Mapping[str, Any]
     """Node id -> the loader there."""
+    evictor: Any = None
 
 
 class _RecorderActor:
@@ -59,6 +62,12 @@ class RecorderClient:
     def __init__(self, handle: Any, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         self._handle, self._timeout_s = handle, timeout_s
 
+    def join(self, attempt: int, rank: int) -> None:
+        """Note that this process is a worker of the attempt."""
+        node_id = ray.get_runtime_context().get_node_id()
+        info = WorkerInfo(rank, os.getpid(), socket.gethostname(), node_id)
+        self.ask("join", attempt, info)
+
     def begin(self, rank: int, world_size: int) -> int:
         """Number the attempt; rank 0 alone calls it."""
         attempt: int = self.ask("begin", world_size)
@@ -71,7 +80,23 @@ class RecorderClient:
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call any method of the recorder."""
-        return call(self._handle.call.remote(method, *args), self._timeout_s, method)
+        what = f"the recorder's answer to {method}"
+        return call(self._handle.call, method, *args, timeout_s=self._timeout_s, what=what)
+
+
+class LoaderSource:
+    """The loader's actor as a BatchSource for the loop."""
+
+    def __init__(self, client: LoaderClient) -> None:
+        self._client = client
+
+    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's part of a step's global batch."""
+        return self._client.batch(step, rank, world_size)
+
+    def eval_batch(self, index: int) -> np.ndarray:
+        """Held-out tokens."""
+        return self._client.eval_batch(index).tokens
 
 
 class FaultCallback(UserCallback):
@@ -102,11 +127,10 @@ def train_worker(config: dict[str, Any]) -> None:
     seat = Seat(context.get_world_rank(), context.get_world_size())
     recorder = RecorderClient(actors.recorder)
     node_id = ray.get_runtime_context().get_node_id()
-    info = WorkerInfo(seat.rank, os.getpid(), socket.gethostname(), node_id)
-    if recorder.ask("join", info) is not None:
+    if recorder.ask("fatal") is not None:
         return
     loader = actors.loaders.get(node_id) or next(iter(actors.loaders.values()))
-    source = LoaderClient(loader, _CALL_TIMEOUT_S)
+    source = LoaderSource(LoaderClient(loader, _CALL_TIMEOUT_S))
     store = StoreClient(actors.store, spec.train.checkpoint.write_timeout_s + _CALL_TIMEOUT_S)
     try:
         run_loop(seat, spec, source, store, recorder)

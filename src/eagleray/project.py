@@ -32,8 +32,10 @@ from eagleray.platform.storage import Storage
 
 if TYPE_CHECKING:
     from eagleray.actors.data.build import BuildProgress
-    from eagleray.actors.data.shards import Dataset
+    from eagleray.actors.data.dataset import Dataset
     from eagleray.actors.trainer.trainer import Progress
+    from eagleray.tune.history import SweepHistory
+    from eagleray.tune.sweep import SweepResult
 
 
 @dataclass(frozen=True)
@@ -145,18 +147,56 @@ class Project:
             raise UsageError(
                 f"run {run_id} is a {state.kind}, not a training run", "see `eagleray ps`"
             )
+        resumed = self._as_saved(run_id)
+        return resumed._run(run_id, resumed.build_data(), on_progress)
+
+    def tune(
+        self,
+        on_progress: Callable[[SweepHistory], None] | None = None,
+        *,
+        resume: str | None = None,
+    ) -> SweepResult:
+        """Search `tune.space`; every trial is a run. `resume` is the id of an interrupted sweep.
+
+        Raises:
+            UsageError: The space is empty, or there is nothing to resume.
+            RunFailedError: No trial brought a value.
+        """
+        from eagleray.platform.cluster import session
+        from eagleray.tune.sweep import check_space, run_sweep
+
+        if resume is not None and self.runs.state(resume).status is RunStatus.FINISHED:
+            raise UsageError(f"sweep {resume} is finished", "start a new one with `eagleray tune`")
+        project = self if resume is None else self._as_saved(resume)
+        check_space(project.config)
+        dataset = project.build_data()
+        sweep_id = resume or self.runs.create(
+            f"{self.config.name}-sweep", "sweep", resolved_json(project.config)
+        )
+        train = project.config.train
+        with (
+            _recorded(self.runs, sweep_id),
+            session(
+                self.loaded,
+                need_cpus=train.cpus_per_worker,
+                need_gpus=1 if train.device == "cuda" else 0,
+            ),
+        ):
+            observe = on_progress or (lambda _: None)
+            return run_sweep(self.storage, project.config, dataset, sweep_id, observe)
+
+    def state(self, run_id: str) -> RunState:
+        """Where a run stands."""
+        return self.runs.state(run_id)
+
+    def _as_saved(self, run_id: str) -> Project:
         saved = self.runs.config(run_id)
         # Addresses and secrets are this machine's, not the run's.
         saved.update(
             redis=self.config.redis.model_dump(), cluster=self.config.cluster.model_dump(),
             storage=self.config.storage.model_dump(),
         )  # fmt: skip
-        resumed = Project(LoadedConfig(ProjectConfig.model_validate(saved), self.loaded.root))
-        return resumed._run(run_id, resumed.build_data(), on_progress)
-
-    def state(self, run_id: str) -> RunState:
-        """Where a run stands."""
-        return self.runs.state(run_id)
+        return Project(LoadedConfig(ProjectConfig.model_validate(saved), self.loaded.root))
 
     def _run(
         self,

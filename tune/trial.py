@@ -1,0 +1,133 @@
+"""One trial of a sweep: the ordinary training loop in the trial's own process, with one worker.
+
+A trial is a run: it has a record, checkpoints and a lineage, and a restarted one goes on from its
+newest checkpoint. The global batch is the project's, so values carry over to a run on many workers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+
+from eagleray.actors.checkpoint.manifest import Checkpoint
+from eagleray.actors.checkpoint.snapshot import Snapshot
+from eagleray.actors.checkpoint.store import CheckpointStore
+from eagleray.actors.data.dataset import Dataset
+from eagleray.actors.data.loader import Loader
+from eagleray.actors.trainer.finish import finish_run
+from eagleray.actors.trainer.loop import LoopSpec, Seat, StepRow, run_loop
+from eagleray.actors.trainer.recorder import RunRecorder
+from eagleray.actors.trainer.stepper import NonFiniteLossError
+from eagleray.platform.config import ProjectConfig, with_overrides
+from eagleray.platform.model.config import DecoderConfig
+from eagleray.platform.runs import RunStatus, RunStore
+from eagleray.platform.storage import Storage
+
+METRIC, STEPS = "value", "steps"
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """What every trial of a sweep shares."""
+
+    storage_root: Path
+    config: ProjectConfig
+    dataset: str
+
+
+def trial_config(base: ProjectConfig, params: dict[str, Any]) -> ProjectConfig:
+    """The project as one trial sees it: fixed overrides, then its parameters, one worker.
+
+    Raises:
+        ConfigError: A path of the space does not exist, or a value breaks a rule.
+    """
+    changes = {**base.tune.overrides, **params, "train.num_workers": 1}
+    config = with_overrides(base, changes)
+    grace = base.tune.asha.grace_steps if base.tune.asha else config.train.steps
+    every = min(config.train.eval.every_steps, grace, config.train.steps)
+    # Pruning compares held-out losses, so one must exist at every rung.
+    return with_overrides(config, {"train.eval.every_steps": every})
+
+
+def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
+    """Ray Tune's entry point of a trial; `config` holds `run_id` and `params`."""
+    storage = Storage(spec.storage_root)
+    runs, run_id = RunStore(storage), config["run_id"]
+    project = trial_config(spec.config, config["params"])
+    dataset = Dataset.open(storage, spec.dataset)
+    model = DecoderConfig.from_section(project.model, dataset.vocab_size)
+    loader = Loader(
+        dataset, "train", project.data.order_seed, project.train.batch_size, None,
+        project.data.prefetch_batches,
+    )  # fmt: skip
+    recorder = RunRecorder(runs, run_id)
+    store = CheckpointStore(storage, run_id, project.train.checkpoint, lambda *_, **__: None)
+    try:
+        done = run_loop(
+            Seat(),
+            LoopSpec(project.train, model, dataset.seq_len),
+            _Source(loader),
+            _Sink(store),
+            _Reporter(recorder),
+        )
+    except NonFiniteLossError as error:
+        runs.update(run_id, status=RunStatus.FAILED, message=str(error))
+        tune.report({METRIC: float("nan"), STEPS: error.step + 1})
+        return
+    except Exception as error:
+        # The first line, for `eagleray ps`; Tune keeps the whole.
+        runs.update(run_id, status=RunStatus.FAILED, message=str(error).split("\n", 1)[0][:500])
+        raise
+    finally:
+        loader.close()
+    finished = finish_run(storage, project, run_id, dataset, model, register_as=None)
+    runs.update(
+        run_id,
+        status=RunStatus.FINISHED,
+        step=done,
+        results={"eval_loss": finished.eval_loss, "record": finished.record},
+    )
+
+
+class _Source:
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def batch(self, step: int, rank: int, world_size: int) -> Any:
+        return self._loader.batch(step)
+
+    def eval_batch(self, index: int) -> Any:
+        return self._loader.eval_batch(index).tokens
+
+
+class _Sink:
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+
+    def begin(self, attempt: int) -> Checkpoint | None:
+        return self._store.begin(attempt)
+
+    def submit(self, snapshot: Snapshot) -> None:
+        self._store.submit(snapshot)
+
+    def flush(self) -> None:
+        self._store.flush()
+
+
+class _Reporter:
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, rank: int, world_size: int) -> int:
+        return self._recorder.begin(world_size)
+
+    def join(self, attempt: int, rank: int) -> None:
+        """Tune knows where its trials run."""
+
+    def report(self, row: StepRow) -> str | None:
+        reason = self._recorder.report(row)
+        if row.eval_loss is not None:
+            # Returns when Tune has taken it; a pruned trial does not come back from here.
+            tune.report({METRIC: row.eval_loss, STEPS: row.step})
+        return reason
