@@ -7,6 +7,7 @@ trials reached (as BOHB does: Falkner et al. 2018, arXiv:1807.01774); running tr
 points; diverged and failed ones count as the worst value seen.
 """
 
+import math
 from typing import Any
 
 import optuna
@@ -16,6 +17,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from scipy.stats import qmc
 
 from eagleray.platform.config import ChoiceSpace, FloatSpace, IntSpace, Space
 from eagleray.tune.history import SweepHistory, Trial, TrialStatus
@@ -56,22 +58,24 @@ class GpSearch:
         number = len(history.trials)
         if number == 0 and len(self._first) == len(self._distributions):
             return dict(self._first)
-        study = optuna.create_study(sampler=self._sampler(number))
-        if number >= self._startup_trials:
-            self._tell(study, history)
-        else:
-            # A quasi-random sequence is a function of the number of trials that the study holds.
-            for trial in history.trials:
-                study.add_trial(self._frozen(trial, 0.0))
+        if number < self._startup_trials:
+            return self._quasi_random(number)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.GPSampler(seed=self._seed + number, n_startup_trials=0)
+        study = optuna.create_study(sampler=sampler)
+        self._tell(study, history)
         return dict(study.ask(self._distributions).params)
 
-    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        if number < self._startup_trials:
-            return optuna.samplers.QMCSampler(
-                scramble=True, seed=self._seed, warn_independent_sampling=False,
-                warn_asynchronous_seeding=False,
-            )  # fmt: skip
-        return optuna.samplers.GPSampler(seed=self._seed + number, n_startup_trials=0)
+    def _quasi_random(self, number: int) -> dict[str, Any]:
+        """A point of the scrambled Sobol sequence, which fills the space evenly at any length."""
+        sequence = qmc.Sobol(len(self._distributions), scramble=True, rng=self._seed)
+        if number:
+            sequence.fast_forward(number)
+        shares = sequence.random(1)[0]
+        return {
+            path: _at(dist, float(share))
+            for (path, dist), share in zip(self._distributions.items(), shares, strict=True)
+        }
 
     def _tell(self, study: optuna.Study, history: SweepHistory) -> None:
         level = self._modelled_level(history)
@@ -108,6 +112,24 @@ def distribution(space: Space) -> BaseDistribution:
             return IntDistribution(space.low, space.high, log=space.log)
         case ChoiceSpace():
             return CategoricalDistribution(space.values)
+
+
+def _at(dist: BaseDistribution, share: float) -> Any:
+    """The value at a share in [0, 1) of a distribution's range."""
+    if isinstance(dist, CategoricalDistribution):
+        return dist.choices[int(share * len(dist.choices))]
+    assert isinstance(dist, FloatDistribution | IntDistribution), "these are all that a Space has"
+    if isinstance(dist, IntDistribution):
+        low, high = dist.low - 0.5, dist.high + 0.5
+        value = _between(low, high, share, log=dist.log)
+        return min(dist.high, max(dist.low, round(value)))
+    return min(dist.high, max(dist.low, _between(dist.low, dist.high, share, log=dist.log)))
+
+
+def _between(low: float, high: float, share: float, *, log: bool) -> float:
+    if log:
+        return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    return low + share * (high - low)
 
 
 def _contains(distribution: BaseDistribution, value: Any) -> bool:

@@ -6,6 +6,7 @@ same sweep id goes on: unfinished trials are resumed first, from their checkpoin
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -236,6 +237,8 @@ def _fit(
             verbose=0,
         ),
     )
+    # Tune's own tables would break the progress bar; the newer printer ignores `verbose`.
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
     tuner.fit()
 
 

@@ -4,6 +4,8 @@ import math
 
 from eagleray.platform.config import ScheduleConfig
 
+_MAX_WARMUP = 100
+
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
     """Linear warm-up to `peak`, then a cosine to `peak * min_lr_ratio` at the last step.
@@ -17,6 +19,8 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
     """
     warmup = schedule.warmup_steps
+    if warmup is None:
+        warmup = min(_MAX_WARMUP, steps // 10)
     if step < warmup:
         return peak * (step + 1) / warmup
     floor = peak * schedule.min_lr_ratio

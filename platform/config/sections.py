@@ -177,7 +177,8 @@ class AdamWConfig(Section):
 class ScheduleConfig(Section):
     """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak."""
 
-    warmup_steps: int = Field(default=20, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Null: a tenth of the steps, at most 100."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
 
 
@@ -229,7 +230,7 @@ class TrainConfig(Section):
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of num_workers {self.num_workers}"
             )
-        if self.schedule.warmup_steps > self.steps:
+        if (self.schedule.warmup_steps or 0) > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} must not exceed "
                 f"steps {self.steps}"

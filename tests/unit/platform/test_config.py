@@ -65,7 +65,7 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path: Path) -> None:
         ("model: {dim: 190}", "model", "multiple of num_heads"),
         ("model: {num_heads: 6, num_kv_heads: 4}", "model", "multiple of num_kv_heads"),
         ("train: {batch_size: 10, num_workers: 3}", "train", "multiple of num_workers"),
-        ("train: {steps: 5}", "train", "must not exceed steps 5"),
+        ("train: {steps: 5, schedule: {warmup_steps: 6}}", "train", "must not exceed steps 5"),
         ("data: {seq_len: 4096}", "(the whole file)", "must not exceed model.max_seq_len"),
         ("storage: {uri: 's3://bucket'}", "storage.uri", "s3:// is not supported"),
         (

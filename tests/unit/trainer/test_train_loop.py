@@ -214,6 +214,11 @@ def test_the_rate_warms_up_and_falls_to_its_floor(step: int, share: float) -> No
     assert learning_rate(step, 10, 2.0, schedule) == pytest.approx(2.0 * share)
 
 
+def test_without_a_number_a_tenth_of_the_steps_warms_up() -> None:
+    assert learning_rate(19, 200, 1.0, ScheduleConfig()) == pytest.approx(1.0)
+    assert learning_rate(9, 200, 1.0, ScheduleConfig()) == pytest.approx(0.5)
+
+
 def test_the_rate_is_halfway_in_the_middle() -> None:
     schedule = ScheduleConfig(warmup_steps=0, min_lr_ratio=0.0)
     assert learning_rate(50, 101, 1.0, schedule) == pytest.approx(0.5)

@@ -1,0 +1,248 @@
+"""Building a dataset: one digest for the same inputs, whole or absent, every token counted."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagleray.actors.data import BuildProgress, Dataset, build_dataset, last_digest
+from eagleray.actors.data import build as module
+from eagleray.actors.data.sources import DocumentReader
+from eagleray.actors.data.tokenizer import TextTokenizer
+from eagleray.platform.config import DataConfig
+from eagleray.platform.errors import DataError, NotFoundError, StorageError
+from eagleray.platform.storage import Storage, digest_file
+
+Build = Callable[..., Dataset]
+
+
+def texts_of(dataset: Dataset, split: str) -> list[str]:
+    tokenizer = TextTokenizer(dataset.tokenizer_json)
+    stream = dataset.stream(split)  # type: ignore[arg-type]
+    tokens = np.empty(stream.num_tokens, dtype=np.int32)
+    stream.read(0, tokens)
+    ends = np.flatnonzero(tokens == dataset.eod_id)
+    assert ends[-1] == len(tokens) - 1
+    return [tokenizer.decode(part[part != 0]) for part in np.split(tokens, ends[:-1] + 1)]
+
+
+def corpus_texts(folder: Path) -> list[str]:
+    lines = [line for p in sorted((folder / "raw").iterdir()) for line in p.open()]
+    return [json.loads(line)["text"] for line in lines]
+
+
+def test_every_document_is_in_one_split_whole_and_in_order(build: Build, corpus: Path) -> None:
+    dataset = build()
+    threshold = int(0.2 * 2**64)
+    held = [
+        text
+        for text in corpus_texts(corpus)
+        if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < threshold
+    ]
+    assert texts_of(dataset, "eval") == held
+    assert texts_of(dataset, "train") == [t for t in corpus_texts(corpus) if t not in held]
+
+
+def test_samples_overlap_by_one_token_and_the_tail_is_counted(build: Build) -> None:
+    dataset = build()
+    for split in ("train", "eval"):
+        described = dataset.manifest["splits"][split]
+        tokens = np.empty(described["tokens"], dtype=np.int32)
+        dataset.stream(split).read(0, tokens)
+        samples = dataset.read(split, np.arange(dataset.num_samples(split)))
+        for number, sample in enumerate(samples):
+            assert np.array_equal(sample, tokens[number * 16 : number * 16 + 17])
+        assert described["samples"] * 16 + 1 + described["dropped_tokens"] == described["tokens"]
+        assert described["dropped_tokens"] < 16
+
+
+def test_the_same_inputs_give_the_same_digest_in_another_place(
+    build: Build, corpus: Path, tmp_path: Path
+) -> None:
+    first = build()
+    moved = tmp_path / "elsewhere" / "deep"
+    shutil.copytree(corpus, moved)
+    second = build(Storage(tmp_path / "other"), moved)
+    assert second.digest == first.digest
+    files = {path.name: digest_file(path) for path in first.folder.iterdir()}
+    assert {path.name: digest_file(path) for path in second.folder.iterdir()} == files
+    assert str(tmp_path) not in (second.folder / "manifest.json").read_text()
+
+
+def test_the_second_build_is_found_but_sources_are_still_hashed(
+    build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build()
+    monkeypatch.setattr(DocumentReader, "documents", lambda self: pytest.fail("read again"))
+    assert build().digest == first.digest
+    monkeypatch.undo()
+    with (corpus / "raw/a.jsonl").open("a") as file:
+        file.write('{"text": "One more document."}\n')
+    assert build().digest != first.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_len": 17},
+        {"eval_fraction": 0.3},
+        {"tokenizer": {"kind": "bpe", "vocab_size": 310}},
+        {"sources": [{"path": "raw/a.jsonl"}]},
+        {"sources": [{"path": "raw/b.jsonl"}, {"path": "raw/a.jsonl"}]},
+    ],
+)
+def test_a_setting_that_matters_changes_the_digest(build: Build, change: dict[str, object]) -> None:
+    assert build(**change).digest != build().digest
+
+
+def test_settings_that_do_not_touch_the_data_do_not_change_the_digest(build: Build) -> None:
+    digest = build().digest
+    assert build(order_seed=9, prefetch_batches=0, cache={"enabled": False}).digest == digest
+    assert build(on_bad_record="skip").digest == digest
+
+
+def test_shards_roll_over_and_read_as_one(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = build()
+    monkeypatch.setattr("eagleray.actors.data.split_writer.BLOCK_TOKENS", 64)
+    monkeypatch.setattr(
+        "eagleray.actors.data.shards.ShardWriter.__init__.__kwdefaults__", {"block_tokens": 64}
+    )
+    cut = build(shard_bytes=600, storage=Storage(whole.folder.parents[1] / "cut"))
+    shards = cut.manifest["splits"]["train"]["shards"]
+    assert len(shards) > 3
+    assert {shard["tokens"] for shard in shards[:-1]} == {256}
+    ids = np.arange(cut.num_samples("train"))
+    assert np.array_equal(cut.read("train", ids), whole.read("train", ids))
+    assert cut.verify() == []
+
+
+def test_bad_and_blank_records_are_in_the_manifest(build: Build, corpus: Path) -> None:
+    (corpus / "raw/c.jsonl").write_text('{"text": ""}\n{"text": " "}\n{broken\n{"text": "fine"}\n')
+    with pytest.raises(DataError, match=r"c\.jsonl:3 is not valid JSON"):
+        build()
+    entry = build(on_bad_record="skip").manifest["sources"][2]
+    counts = {name: entry[name] for name in ("documents", "empty", "filtered", "skipped")}
+    assert counts == {"documents": 1, "empty": 2, "filtered": 0, "skipped": 1}
+    assert entry["skipped_examples"][0].startswith("c.jsonl:3: is not valid JSON")
+    assert entry["name"] == "c.jsonl"
+
+
+def test_a_corpus_of_blanks_is_refused_by_path(build: Build, corpus: Path) -> None:
+    (corpus / "blank.jsonl").write_text('{"text": ""}\n{"text": "\\n"}\n')
+    with pytest.raises(DataError, match=r"no document with text .*blank\.jsonl: 2 empty"):
+        build(sources=[{"path": "blank.jsonl"}])
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(1e-9, "eval"), (0.499, "train")])
+def test_a_split_without_a_sample_names_sizes_and_what_to_change(
+    build: Build, corpus: Path, fraction: float, split: str
+) -> None:
+    if split == "train":
+        (corpus / "raw/b.jsonl").unlink()
+        texts = [t for t in corpus_texts(corpus) if hashlib.sha256(t.encode()).digest()[0] < 128]
+        (corpus / "raw/a.jsonl").write_text(
+            "".join(json.dumps({"text": t}) + "\n" for t in texts[:9])
+        )
+    with pytest.raises(DataError) as failed:
+        build(eval_fraction=fraction, seq_len=4096)
+    assert f"the {split} split has no sample: 0 of" in failed.value.what
+    assert "seq_len + 1 = 4097" in failed.value.what
+    assert "data.seq_len" in failed.value.fix
+
+
+def test_a_file_that_changes_under_the_build_is_noticed(
+    build: Build, corpus: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module._Build._tokenizer
+
+    def slip_in(self: object) -> TextTokenizer:
+        with (corpus / "raw/a.jsonl").open("a") as file:
+            file.write('{"text": "late"}\n')
+        return real(self)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module._Build, "_tokenizer", slip_in)
+    with pytest.raises(DataError, match=r"a\.jsonl was changed while"):
+        build()
+    assert storage.names("datasets") == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_build_leaves_nothing(
+    build: Build, storage: Storage, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def interrupt(self: object, texts: object) -> None:
+        raise error
+
+    monkeypatch.setattr(TextTokenizer, "encode_batch", interrupt)
+    with pytest.raises(error):
+        build()
+    assert [p.name for p in storage.path("datasets").iterdir()] == [".building.lock"]
+    monkeypatch.undo()
+    build()
+
+
+def test_what_killed_builds_left_is_removed(build: Build, storage: Storage) -> None:
+    left = storage.path("datasets", ".tmp-build-dead")
+    left.mkdir(parents=True)
+    (left / "train-00000.bin").write_bytes(b"half")
+    build()
+    assert not left.exists()
+
+
+def test_the_tokenizer_never_sees_held_out_text(build: Build, corpus: Path) -> None:
+    texts = ["zyxwvut" * 40 if i % 2 else "plain words here" for i in range(400)]
+    draw = [text + f" {i}" for i, text in enumerate(texts)]
+    digests = [hashlib.sha256(text.encode()).digest() for text in draw]
+    held = [int.from_bytes(d[:8]) < int(0.2 * 2**64) for d in digests]
+    kept = [t for t, h in zip(draw, held, strict=True) if h == t.startswith("zyx")]
+    (corpus / "raw/a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in kept))
+    dataset = build(sources=[{"path": "raw/a.jsonl"}])
+    assert len(TextTokenizer(dataset.tokenizer_json).encode("zyxwvut")) == 7
+
+
+def test_only_a_share_of_a_large_corpus_is_learnt_from(build: Build) -> None:
+    small = build(tokenizer={"kind": "bpe", "vocab_size": 320, "train_bytes": 2000})
+    assert small.digest != build().digest
+    with pytest.raises(DataError, match="no text to learn"):
+        build(tokenizer={"kind": "bpe", "vocab_size": 320, "train_bytes": 0})
+
+
+def test_a_tokenizer_file_is_used_as_it_is(build: Build, corpus: Path) -> None:
+    trained = build()
+    (corpus / "tok.json").write_bytes(trained.tokenizer_json)
+    loaded = build(tokenizer={"kind": "file", "path": "tok.json"})
+    assert loaded.tokenizer_json == trained.tokenizer_json
+    assert loaded.digest == trained.digest
+
+
+def test_progress_ends_with_all_that_was_read(corpus: Path, storage: Storage) -> None:
+    seen: list[BuildProgress] = []
+    config = DataConfig.model_validate(
+        {"sources": [{"path": "raw"}], "seq_len": 16, "eval_fraction": 0.2}
+    )
+    build_dataset(config, lambda path: corpus / path, storage, seen.append)
+    assert [*dict.fromkeys(p.phase for p in seen)] == ["hash", "count", "tokenizer", "encode"]
+    assert (seen[-1].fraction, seen[-1].documents) == (1.0, 120)
+    assert seen[-1].tokens > 0
+    seen.clear()
+    build_dataset(config, lambda path: corpus / path, storage, seen.append)
+    assert seen[-1].phase == "found"
+
+
+def test_the_last_dataset_is_remembered(build: Build, storage: Storage) -> None:
+    with pytest.raises(NotFoundError, match="no dataset has been built"):
+        last_digest(storage)
+    first = build()
+    build(seq_len=32)
+    build()
+    assert last_digest(storage) == first.digest
+
+
+def test_storage_that_cannot_be_written_is_named(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot write"):
+        build(Storage(tmp_path / "file" / "below"))

@@ -1,0 +1,234 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagleray.platform.errors import UsageError
+from eagleray.serve.engine import (
+    BlockPool,
+    FinishReason,
+    QueueFullError,
+    Request,
+    RequestState,
+    SamplingParams,
+    Scheduler,
+    SchedulerLimits,
+    StepPlan,
+)
+
+MakeRequest = Callable[..., Request]
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    block_tokens: int = 4,
+    max_running: int = 4,
+    max_queued: int = 8,
+    step_tokens: int = 16,
+) -> Scheduler:
+    limits = SchedulerLimits(max_running, max_queued, step_tokens)
+    return Scheduler(limits, BlockPool(num_blocks, block_tokens))
+
+
+def step(scheduler: Scheduler, now_s: float = 0.0) -> StepPlan:
+    """Plan and compute one step in which every draw is token 1."""
+    plan = scheduler.plan(now_s)
+    sampled = {chunk.request.request_id: 1 for chunk in plan.chunks if chunk.samples}
+    for request in scheduler.advance(plan, sampled):
+        if request.num_output >= request.max_tokens:
+            scheduler.finish(request, FinishReason.LENGTH)
+    scheduler.check_integrity()
+    return plan
+
+
+def lengths(plan: StepPlan) -> dict[str, int]:
+    return {chunk.request.request_id: chunk.length for chunk in plan.chunks}
+
+
+def test_prompts_are_chunked_under_the_budget_after_the_decodes(make_request: MakeRequest) -> None:
+    scheduler = make_scheduler()
+    scheduler.submit([make_request(3, 9), make_request(3, 9)])
+    step(scheduler)
+    scheduler.submit([make_request(40, 1)])
+    plan = step(scheduler)
+    assert lengths(plan) == {"r0": 1, "r1": 1, "r2": 14}
+    assert plan.num_decodes == 2
+
+
+def test_a_long_prompt_leaves_half_of_the_budget_to_a_short_one(make_request: MakeRequest) -> None:
+    scheduler = make_scheduler()
+    scheduler.submit([make_request(100, 1), make_request(6, 2)])
+    plan = step(scheduler)
+    assert lengths(plan) == {"r0": 10, "r1": 6}
+    assert [chunk.samples for chunk in plan.chunks] == [False, True]
+
+
+def test_a_decoding_request_gets_a_token_in_every_step_of_a_long_prefill(
+    make_request: MakeRequest,
+) -> None:
+    scheduler = make_scheduler()
+    decoding = make_request(2, 30)
+    scheduler.submit([decoding])
+    step(scheduler)
+    scheduler.submit([make_request(120, 1)])
+    for generated in range(2, 10):
+        assert step(scheduler).num_tokens <= 16
+        assert decoding.num_output == generated
+
+
+def test_running_and_waiting_together_are_bounded_and_submission_is_all_or_none(
+    make_request: MakeRequest,
+) -> None:
+    scheduler = make_scheduler(max_running=2, max_queued=1)
+    scheduler.submit([make_request(), make_request()])
+    with pytest.raises(QueueFullError) as caught:
+        scheduler.submit([make_request(), make_request()], retry_after_s=7.0)
+    assert (caught.value.num_requests, caught.value.limit) == (2, 3)
+    assert caught.value.retry_after_s == 7.0
+    assert scheduler.num_waiting == 2
+
+
+def test_nobody_overtakes_a_request_that_waits_for_blocks(make_request: MakeRequest) -> None:
+    scheduler = make_scheduler(num_blocks=8, block_tokens=4)
+    scheduler.submit([make_request(16, 4), make_request(20, 4), make_request(4, 1)])
+    step(scheduler)
+    assert scheduler.num_running == 1
+    assert scheduler.num_waiting == 2
+
+
+def test_the_youngest_is_preempted_when_blocks_run_out_and_computed_anew(
+    make_request: MakeRequest,
+) -> None:
+    scheduler = make_scheduler(num_blocks=5, block_tokens=4)
+    old, young = make_request(4, 12), make_request(4, 12)
+    scheduler.submit([old, young])
+    while not young.num_preemptions:
+        step(scheduler)
+        assert old.state is RequestState.RUNNING
+    assert young.state is RequestState.WAITING
+    assert young.block_table == []
+    assert young.num_output > 0
+    while scheduler.has_work:
+        step(scheduler)
+    assert old.num_preemptions == 0
+    assert (old.num_output, young.num_output) == (12, 12)
+
+
+def test_cancel_in_any_state_frees_the_blocks_at_once(make_request: MakeRequest) -> None:
+    scheduler = make_scheduler(max_running=2)
+    running, prefilling, waiting = make_request(2, 9), make_request(60, 9), make_request(2, 9)
+    scheduler.submit([running, prefilling, waiting])
+    step(scheduler)
+    for request in (running, prefilling, waiting):
+        assert scheduler.cancel(request.request_id) is request
+        assert request.finish_reason is FinishReason.CANCELLED
+        assert scheduler.cancel(request.request_id) is None
+        scheduler.check_integrity()
+    assert scheduler.cancel("unknown") is None
+    assert scheduler.pool.num_free == 64
+    assert not scheduler.has_work
+
+
+def test_a_request_cancelled_inside_a_step_gets_no_token_from_it(
+    make_request: MakeRequest,
+) -> None:
+    scheduler = make_scheduler()
+    request = make_request(4, 4)
+    scheduler.submit([request])
+    plan = scheduler.plan(0.0)
+    scheduler.cancel(request.request_id)
+    assert scheduler.advance(plan, {request.request_id: 1}) == []
+    assert request.num_output == 0
+    scheduler.check_integrity()
+
+
+def test_deadlines_end_running_and_waiting_requests(make_request: MakeRequest) -> None:
+    scheduler = make_scheduler(max_running=1)
+    running, waiting = make_request(4, 50, deadline_s=5.0), make_request(4, 50, deadline_s=3.0)
+    scheduler.submit([running, waiting])
+    assert step(scheduler, 1.0).expired == ()
+    assert step(scheduler, 3.0).expired == (waiting,)
+    plan = step(scheduler, 6.0)
+    assert plan.expired == (running,)
+    assert plan.chunks == ()
+    assert scheduler.pool.num_free == 64
+
+
+def test_refuses_a_step_smaller_than_one_token_for_everybody() -> None:
+    with pytest.raises(UsageError, match=r"step_tokens 3.*max_running 4"):
+        SchedulerLimits(max_running=4, max_queued=1, step_tokens=3)
+
+
+Arrival = tuple[int, int, int, int | None]
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # step of arrival
+        st.integers(1, 30),  # tokens of the prompt
+        st.integers(1, 12),  # tokens to generate
+        st.none() | st.integers(0, 25),  # step of cancellation
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARRIVALS, st.integers(1, 4), st.integers(0, 8), st.integers(1, 6), st.integers(0, 12))
+def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
+    cache_model: Any,
+    oracle: Callable[[Sequence[int], int], list[int]],
+    arrivals: list[Arrival],
+    block_tokens: int,
+    spare_blocks: int,
+    max_running: int,
+    spare_budget: int,
+) -> None:
+    longest = max(prompt + output for _, prompt, output, _ in arrivals)
+    num_blocks = -(-longest // block_tokens) + spare_blocks
+    budget = max_running + spare_budget
+    scheduler = make_scheduler(num_blocks, block_tokens, max_running, 99, budget)
+    model = cache_model(block_tokens)
+    model.gate.set()
+    requests = [
+        Request(
+            f"r{i}", [(5 * i + j) % 251 for j in range(prompt)], prompt,
+            SamplingParams(temperature=0), output, 0, 1e9,
+        )
+        for i, (_, prompt, output, _) in enumerate(arrivals)
+    ]  # fmt: skip
+    submitted: set[int] = set()
+    oldest_preempted = 0
+    for number in range(2000):
+        for i, (arrival, *_, cancelled) in enumerate(arrivals):
+            if arrival == number:
+                scheduler.submit([requests[i]])
+                submitted.add(i)
+            if cancelled is not None and cancelled + arrival == number:
+                scheduler.cancel(f"r{i}")
+        alive = list(scheduler.requests())
+        oldest = min(alive, key=lambda request: request.order, default=None)
+        before = oldest.num_preemptions if oldest else 0
+        plan = scheduler.plan(0.0)
+        oldest_preempted += (oldest.num_preemptions if oldest else 0) - before
+        assert plan.num_tokens <= budget
+        assert bool(plan.chunks) == scheduler.has_work
+        if plan.chunks:
+            output = model.run(plan)
+            tokens = output.logits_NV.argmax(-1).tolist()
+            names = [chunk.request.request_id for chunk in output.sampling]
+            for request in scheduler.advance(plan, dict(zip(names, tokens, strict=True))):
+                if request.num_output >= request.max_tokens:
+                    scheduler.finish(request, FinishReason.LENGTH)
+        scheduler.check_integrity()
+        if len(submitted) == len(requests) and not scheduler.has_work:
+            break
+    assert all(request.is_finished for request in requests)
+    assert scheduler.pool.num_free == num_blocks
+    assert oldest_preempted == 0
+    for request in requests:
+        prompt = request.tokens[: request.num_prompt]
+        assert list(request.output) == oracle(prompt, request.num_output)
+        if request.finish_reason is FinishReason.LENGTH:
+            assert request.num_output == request.max_tokens
