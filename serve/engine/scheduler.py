@@ -1,0 +1,267 @@
+"""Which tokens the next step computes: continuous batching as a pure state machine.
+
+A step has a budget of tokens. Every decoding request takes one, oldest first; the rest goes to
+chunks of prompts, oldest first, so a long prompt never stops the others' tokens. No prompt takes
+more than half of what is left while others want some, so a short one is not stuck behind a long.
+
+Laws:
+    * First come, first served: a waiting request is never overtaken into a seat; when blocks run
+      out the youngest running request is preempted, so the oldest always advances and every
+      request that `Request.max_tokens` allows to fit alone finishes.
+    * Everything is bounded: running and waiting requests together by `max_running + max_queued`.
+    * Blocks belong to running requests only; a request that ends or is preempted holds none.
+Not thread-safe: the engine calls it under its lock.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from eagleray.platform.errors import UsageError
+from eagleray.serve.engine.block_pool import BlockPool, PoolIntegrityError
+from eagleray.serve.engine.refusals import QueueFullError
+from eagleray.serve.engine.request import FinishReason, Request, RequestState
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Bounds of one engine.
+
+    Raises:
+        UsageError: A step cannot hold one token of every running request.
+    """
+
+    max_running: int
+    max_queued: int
+    step_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.step_tokens < self.max_running:
+            raise UsageError(
+                f"serve.step_tokens {self.step_tokens} is below serve.max_running "
+                f"{self.max_running}: a step must hold one token of every running request",
+                f"set serve.step_tokens to at least {self.max_running}",
+            )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one request that a step computes.
+
+    `samples`: it ends with the request's last token, so the next one is drawn from its logits.
+    """
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+    @classmethod
+    def of(cls, request: Request, length: int) -> "Chunk":
+        """The next `length` uncomputed tokens of a request."""
+        return cls(request, request.num_computed, length, length == request.num_uncomputed)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: what it computes, and what was decided on the way.
+
+    `chunks` starts with the `num_decodes` chunks of one token; `expired` ran out of time.
+    """
+
+    chunks: tuple[Chunk, ...]
+    num_decodes: int
+    expired: tuple[Request, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
+class Scheduler:
+    """Requests in order of arrival, their blocks, and the plan of each step."""
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+        self.limits, self.pool = limits, pool
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._by_id: dict[str, Request] = {}
+        self._next_order = 0
+        self.num_preemptions = 0
+        self.finished: Counter[FinishReason] = Counter()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a seat and blocks."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """There is something to plan."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, requests: Sequence[Request], retry_after_s: float = 1.0) -> None:
+        """Queue requests, all or none.
+
+        Raises:
+            QueueFullError: They would exceed the bound.
+        """
+        limit = self.limits.max_running + self.limits.max_queued
+        if len(self._by_id) + len(requests) > limit:
+            raise QueueFullError(len(self._by_id), limit, retry_after_s)
+        for request in requests:
+            request.order = self._next_order
+            self._next_order += 1
+            self._by_id[request.request_id] = request
+            self._waiting.append(request)
+
+    def cancel(self, request_id: str) -> Request | None:
+        """End a request in whatever state it is; None if there is none (any more)."""
+        request = self._by_id.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.CANCELLED)
+        return request
+
+    def requests(self) -> Iterator[Request]:
+        """Every unfinished request, running ones first."""
+        yield from self._running
+        yield from self._waiting
+
+    def plan(self, now_s: float) -> StepPlan:
+        """Decide the next step; requests whose deadline has passed end first."""
+        expired = [request for request in self.requests() if request.deadline_s <= now_s]
+        for request in expired:
+            self.finish(request, FinishReason.DEADLINE)
+        preemptions_before = self.num_preemptions
+        decodes = self._plan_decodes()
+        may_admit = self.num_preemptions == preemptions_before
+        prefills = self._plan_prefills(self.limits.step_tokens - len(decodes), may_admit)
+        return StepPlan((*decodes, *prefills), len(decodes), tuple(expired))
+
+    def advance(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
+        """Record that a step was computed.
+
+        Args:
+            plan: The step.
+            sampled: Request id -> the token drawn, for the chunks that sample.
+
+        Returns:
+            The requests that got a token. Those that ended meanwhile are left alone.
+        """
+        grown = []
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.is_finished:
+                continue
+            request.num_computed += chunk.length
+            if chunk.samples:
+                request.tokens.append(sampled[request.request_id])
+                grown.append(request)
+        return grown
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request and free its blocks; ending it again changes nothing."""
+        if request.is_finished:
+            return
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+            self._release(request)
+        else:
+            self._waiting.remove(request)
+        del self._by_id[request.request_id]
+        request.state, request.finish_reason = RequestState.FINISHED, reason
+        self.finished[reason] += 1
+
+    def check_integrity(self) -> None:
+        """Prove that every block has its owner and every request its place.
+
+        Raises:
+            PoolIntegrityError: Something was lost or doubled.
+        """
+        self.pool.check_integrity([request.block_table for request in self._running])
+        for request in self._waiting:
+            if request.block_table or request.num_computed:
+                raise PoolIntegrityError(f"waiting request {request.request_id} holds blocks")
+        if len(self._by_id) != len(self._running) + len(self._waiting):
+            raise PoolIntegrityError(
+                f"{len(self._by_id)} requests are known, {len(self._running)} run and "
+                f"{len(self._waiting)} wait"
+            )
+
+    def _plan_decodes(self) -> list[Chunk]:
+        chunks = []
+        for request in list(self._running):
+            if request.state is not RequestState.RUNNING or request.num_uncomputed != 1:
+                continue
+            if self._make_room(request):
+                chunks.append(Chunk.of(request, 1))
+        return chunks
+
+    def _make_room(self, request: Request) -> bool:
+        """Give a decoding request a slot for its token; False if it had to be preempted itself."""
+        while len(request.block_table) < self.pool.blocks_for(request.num_computed + 1):
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                request.block_table += blocks
+                continue
+            # The youngest is at the end: never one that this step already counts on.
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _plan_prefills(self, budget: int, may_admit: bool) -> list[Chunk]:
+        share = max(1, budget // 2)
+        takes: dict[Request, int] = {}
+        candidates = iter([request for request in self._running if request.num_uncomputed > 1])
+        while budget:
+            request = next(candidates, None) or (self._admit_next() if may_admit else None)
+            if request is None:
+                break
+            takes[request] = min(request.num_uncomputed, share, budget)
+            budget -= takes[request]
+        for request, take in takes.items():
+            takes[request] += min(budget, request.num_uncomputed - take)
+            budget -= takes[request] - take
+        return [Chunk.of(request, take) for request, take in takes.items()]
+
+    def _admit_next(self) -> Request | None:
+        """Seat the oldest waiting request if a seat and blocks for all of its tokens are free."""
+        if not self._waiting or len(self._running) >= self.limits.max_running:
+            return None
+        request = self._waiting[0]
+        needed = self.pool.blocks_for(len(request.tokens))
+        # One block for each request that runs, or the newcomer would be preempted at once.
+        if needed + len(self._running) > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(needed)
+        if blocks is None:
+            return None
+        del self._waiting[0]
+        request.block_table, request.state = blocks, RequestState.RUNNING
+        bisect.insort(self._running, request, key=_by_arrival)
+        return request
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._release(request)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self._waiting, request, key=_by_arrival)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.block_table)
+        request.block_table, request.num_computed = [], 0
+
+
+def _by_arrival(request: Request) -> int:
+    return request.order
