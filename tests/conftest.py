@@ -5,18 +5,38 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from eagleray.platform.storage import Storage
+
+# A busy machine makes any example slow; pytest-timeout bounds the whole test instead.
+settings.register_profile("eagleray", deadline=None, max_examples=50)
+settings.load_profile("eagleray")
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     """Storage in a folder of its own."""
     return Storage(tmp_path / "storage")
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """Waits for a condition: `until(condition, "what it is", timeout_s=30)`, else fails."""
+
+    def wait(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what} did not come within {timeout_s:g} s")
+            time.sleep(0.01)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

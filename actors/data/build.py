@@ -187,6 +187,8 @@ class _Build:
             return load_tokenizer(self._resolve(config.path))
         total = sum(len(text.encode()) for text in self._training_texts("count"))
         self._check_documents()
+        if not total:
+            raise self._no_sample("train", 0, 0)
         share = config.train_bytes / max(1, total)
         texts = self._training_texts("tokenizer")
         return train_bpe(_sampled(texts, share), config.vocab_size)
@@ -239,16 +241,19 @@ class _Build:
                     "build again when it is still",
                 )
         self._check_documents()
-        documents = sum(tally.documents for tally in self._reader.tallies)
         for split, found in splits.items():
             if not found["samples"]:
-                raise DataError(
-                    f"the {split} split has no sample: {found['documents']} of {documents} "
-                    f"documents with {found['tokens']} tokens, and one sample needs seq_len + 1 = "
-                    f"{self._data.seq_len + 1} (data.eval_fraction={self._data.eval_fraction:g})",
-                    "add text, lower data.seq_len, or "
-                    f"{'raise' if split == 'eval' else 'lower'} data.eval_fraction",
-                )
+                raise self._no_sample(split, found["documents"], found["tokens"])
+
+    def _no_sample(self, split: str, num_documents: int, num_tokens: int) -> DataError:
+        total = sum(tally.documents for tally in self._reader.tallies)
+        return DataError(
+            f"the {split} split has no sample: {num_documents} of {total} documents with "
+            f"{num_tokens} tokens, and one sample needs seq_len + 1 = {self._data.seq_len + 1} "
+            f"(data.eval_fraction={self._data.eval_fraction:g})",
+            "add text, lower data.seq_len, or "
+            f"{'raise' if split == 'eval' else 'lower'} data.eval_fraction",
+        )
 
     def _check_documents(self) -> None:
         tallies = self._reader.tallies

@@ -31,7 +31,8 @@ class LoaderSpec:
     """Everything a loader is a function of, and where it may look first.
 
     `redis_url` may hold a password and is left out of repr; with None the cache is in memory.
-    `evictor` is the handle that `create_evictor` gave, or None.
+    `evictor` is the name that `create_evictor` was given: with a handle in its arguments, an actor
+    cannot be restarted once its creator has let go of them.
     """
 
     storage_root: Path
@@ -42,7 +43,7 @@ class LoaderSpec:
     prefetch_batches: int = 4
     cache: FeatureCacheConfig | None = None
     redis_url: str | None = field(default=None, repr=False)
-    evictor: Any = None
+    evictor: str | None = None
 
 
 class LoaderServer:
@@ -56,7 +57,7 @@ class LoaderServer:
         # Not in __init__: what goes wrong there reaches callers without its type.
         spec = self._spec
         dataset = Dataset.open(Storage(spec.storage_root), spec.dataset)
-        sink: TouchSink | None = EvictorClient(spec.evictor) if spec.evictor else None
+        sink: TouchSink | None = EvictorClient(ray.get_actor(spec.evictor)) if spec.evictor else None
         cache = open_cache(spec.cache, spec.redis_url, sink) if spec.cache else None
         return Loader(
             dataset, spec.split, spec.order_seed, spec.batch_size, cache, spec.prefetch_batches

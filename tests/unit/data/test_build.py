@@ -90,7 +90,7 @@ def test_the_second_build_is_found_but_sources_are_still_hashed(
     [
         {"seq_len": 17},
         {"eval_fraction": 0.3},
-        {"tokenizer": {"kind": "bpe", "vocab_size": 310}},
+        {"tokenizer": {"kind": "bpe", "vocab_size": 300}},
         {"sources": [{"path": "raw/a.jsonl"}]},
         {"sources": [{"path": "raw/b.jsonl"}, {"path": "raw/a.jsonl"}]},
     ],

@@ -48,14 +48,11 @@ def test_ids_are_int64_and_in_range_for_any_size(
     assert 0 <= ids.min() <= ids.max() < num_samples
 
 
-@given(seed=seeds, num_samples=st.integers(1, 200), sizes=st.lists(st.integers(1, 50), min_size=1))
-def test_batch_size_does_not_change_the_order(
-    seed: int, num_samples: int, sizes: list[int]
-) -> None:
-    whole = batch_ids(seed, num_samples, 0, 300)
-    for size in sizes:
-        parts = [batch_ids(seed, num_samples, step, size) for step in range(300 // size)]
-        assert np.array_equal(np.concatenate(parts), whole[: 300 // size * size])
+@given(seed=seeds, num_samples=st.integers(1, 200), size=st.integers(1, 50))
+def test_batch_size_does_not_change_the_order(seed: int, num_samples: int, size: int) -> None:
+    whole = batch_ids(seed, num_samples, 0, 10 * size)
+    parts = [batch_ids(seed, num_samples, step, size) for step in range(10)]
+    assert np.array_equal(np.concatenate(parts), whole)
 
 
 @given(world_size=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), step=st.integers(0, 100))
@@ -85,11 +82,11 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_every_sample_is_equally_likely_at_every_place() -> None:
-    # Chi-square over 13 x 13 cells with 2,000 draws per place: 144 degrees of freedom, sd 17.
+    # Chi-square over 13 x 13 cells with 1,000 draws per place: 144 degrees of freedom, sd 17.
     counts = np.zeros((13, 13))
-    for seed in range(2000):
+    for seed in range(1000):
         counts[np.arange(13), batch_ids(seed, 13, 0, 13)] += 1
-    expected = 2000 / 13
+    expected = 1000 / 13
     assert ((counts - expected) ** 2 / expected).sum() < 144 + 6 * 17
 
 

@@ -1,0 +1,55 @@
+"""Real services for the integration tests."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from eagleray.actors.data import Dataset, build_dataset
+from eagleray.platform.config import DataConfig, RedisConfig
+from eagleray.platform.redis_server import RedisServer
+from eagleray.platform.storage import Storage
+
+
+@pytest.fixture
+def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Starts Redis servers of our own; keywords are settings of `redis`. All end with the test."""
+    started: list[RedisServer] = []
+
+    def start(**settings: object) -> RedisServer:
+        config = RedisConfig.model_validate({"start_timeout_s": 30} | settings)
+        server = RedisServer.start(config, tmp_path / "redis")
+        assert server is not None
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def redis_server(start_redis: Callable[..., RedisServer]) -> RedisServer:
+    """A Redis server of our own, with 64 MB."""
+    return start_redis(max_bytes=64_000_000)
+
+
+@pytest.fixture
+def small_dataset(tmp_path: Path, storage: Storage) -> Dataset:
+    """A dataset in `storage`: 60 documents, samples of 16 tokens, a fifth of them held out."""
+    draw = random.Random(1)
+    words = ["union", "states", "congress", "people", "year", "of", "the", "and"]
+    texts = [" ".join(draw.choices(words, k=draw.randint(50, 200))) for _ in range(60)]
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "small.jsonl").write_text("".join(lines))
+    config = DataConfig.model_validate(
+        {
+            "sources": [{"path": "small.jsonl"}],
+            "tokenizer": {"kind": "bpe", "vocab_size": 300},
+            "seq_len": 16,
+            "eval_fraction": 0.2,
+        }
+    )
+    return build_dataset(config, lambda path: tmp_path / path, storage)

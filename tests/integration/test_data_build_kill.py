@@ -1,0 +1,81 @@
+"""A build that is killed at any moment leaves nothing in sight, and the next one succeeds."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from eagleray.actors.data import build_dataset, last_digest
+from eagleray.platform.config import DataConfig
+from eagleray.platform.errors import NotFoundError
+from eagleray.platform.storage import Storage
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from eagleray.actors.data import build_dataset
+    from eagleray.platform.config import DataConfig
+    from eagleray.platform.storage import Storage
+
+    root, settings, phase = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+    def wait_to_be_killed(progress):
+        if progress.phase == phase:
+            print("reached", flush=True)
+            time.sleep(600)
+
+    config = DataConfig.model_validate_json(settings)
+    build_dataset(config, lambda path: root / path, Storage(root / "storage"), wait_to_be_killed)
+    """
+)
+SETTINGS = {
+    "sources": [{"path": "a.jsonl"}],
+    "tokenizer": {"kind": "bpe", "vocab_size": 300},
+    "seq_len": 32,
+    "eval_fraction": 0.1,
+}
+
+
+@pytest.mark.parametrize("phase", ["tokenizer", "encode", "publish"])
+def test_a_killed_build_is_invisible_and_the_next_gives_the_same_digest(
+    tmp_path: Path, phase: str
+) -> None:
+    draw = random.Random(2)
+    words = [f"word{number}" for number in range(50)]
+    lines = (json.dumps({"text": " ".join(draw.choices(words, k=300))}) + "\n" for _ in range(1000))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    program = PROGRAM
+    if phase == "publish":
+        # The last moment before the dataset appears: all files are written, under a hidden name.
+        program = program.replace(
+            "config =",
+            "import eagleray.platform.storage as storage\n"
+            "storage.sync_tree = lambda path: wait_to_be_killed(type('P', (), {'phase': phase}))\n"
+            "config =",
+            1,
+        )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), json.dumps(SETTINGS), phase],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reached\n"
+        process.send_signal(signal.SIGKILL)
+    storage = Storage(tmp_path / "storage")
+    assert storage.names("datasets") == []
+    with pytest.raises(NotFoundError):
+        last_digest(storage)
+    config = DataConfig.model_validate(SETTINGS)
+    dataset = build_dataset(config, lambda path: tmp_path / path, storage)
+    elsewhere = build_dataset(config, lambda path: tmp_path / path, Storage(tmp_path / "other"))
+    assert dataset.digest == elsewhere.digest
+    assert dataset.verify() == []
+    hidden = [path.name for path in storage.path("datasets").glob(".tmp-*")]
+    assert hidden == []

@@ -1,0 +1,132 @@
+"""The loader and the evictor as actors in a real cluster: slices, deadlines, and death."""
+
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from eagleray.actors.cache.evictor_actor import EvictorClient, create_evictor
+from eagleray.actors.data import Dataset
+from eagleray.actors.data.loader import Batch, Loader
+from eagleray.actors.data.loader_actor import LoaderClient, LoaderSpec, create_loader
+from eagleray.platform.config import FeatureCacheConfig
+from eagleray.platform.errors import DeadlineExceededError, NotFoundError, ServiceError
+from eagleray.platform.redis_server import RedisServer
+from eagleray.platform.storage import Storage
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("ray_cluster"),
+]
+Until = Callable[..., None]
+
+
+def spec_for(dataset: Dataset, **changes: Any) -> LoaderSpec:
+    return LoaderSpec(dataset.folder.parents[1], dataset.digest, 5, 8, **changes)
+
+
+def pid_of(handle: Any) -> int:
+    pid: int = ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    return pid
+
+
+def same(ours: Batch, theirs: Batch) -> bool:
+    return np.array_equal(ours.ids, theirs.ids) and np.array_equal(ours.tokens, theirs.tokens)
+
+
+def test_slices_of_all_ranks_make_the_global_batch(small_dataset: Dataset) -> None:
+    client = LoaderClient(create_loader(spec_for(small_dataset)), 60)
+    with Loader(small_dataset, "train", 5, 8, prefetch_batches=0) as plain:
+        for step, world_size in ((0, 1), (1, 2), (2, 4), (3, 8), (90_000, 2)):
+            parts = [client.batch(step, rank, world_size) for rank in range(world_size)]
+            whole = plain.batch(step)
+            assert np.array_equal(np.concatenate([p.ids for p in parts]), whole.ids)
+            assert np.array_equal(np.concatenate([p.tokens for p in parts]), whole.tokens)
+        assert same(client.eval_batch(3), plain.eval_batch(3))
+    assert client.stats().batches == 17
+    first = client.batch(0)
+    first.tokens[:] = 0  # What a client gives is the caller's own.
+    assert client.batch(0).tokens.any()
+
+
+def test_a_killed_loader_comes_back_with_identical_batches(small_dataset: Dataset) -> None:
+    handle = create_loader(spec_for(small_dataset))
+    client = LoaderClient(handle, 90)
+    pids = set()
+    with Loader(small_dataset, "train", 5, 8, prefetch_batches=0) as plain:
+        for step in range(6):
+            if step in (2, 4):
+                pids.add(pid_of(handle))
+                os.kill(pid_of(handle), signal.SIGKILL)
+            assert same(client.batch(step, 1, 2), plain.batch(step).slice_for_rank(1, 2))
+    pids.add(pid_of(handle))
+    assert len(pids) == 3
+
+
+def test_a_loader_that_does_not_answer_is_given_up_by_step(small_dataset: Dataset) -> None:
+    handle = create_loader(spec_for(small_dataset))
+    pid = pid_of(handle)
+    LoaderClient(handle, 60).batch(0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceededError, match=r"step 41 did not come within 0\.5 s"):
+            LoaderClient(handle, 0.5).batch(41)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert LoaderClient(handle, 60).batch(42).step == 42
+
+
+def test_errors_arrive_with_their_type_or_as_service_errors(
+    small_dataset: Dataset, storage: Storage
+) -> None:
+    missing = create_loader(LoaderSpec(storage.root, "0" * 64, 0, 4))
+    with pytest.raises(NotFoundError, match="there is no dataset 000"):
+        LoaderClient(missing, 60).batch(0)
+    client = LoaderClient(create_loader(spec_for(small_dataset)), 60)
+    with pytest.raises(ServiceError, match="batch_size 8 must be a multiple of world_size 3"):
+        client.batch(0, 0, 3)
+
+
+def test_a_loader_that_was_ended_is_a_service_error(small_dataset: Dataset) -> None:
+    handle = create_loader(spec_for(small_dataset))
+    client = LoaderClient(handle, 60)
+    client.batch(0)
+    ray.kill(handle)
+    with pytest.raises(ServiceError, match="its actor is gone"):
+        client.batch(1)
+
+
+def test_loaders_report_to_the_evictor_which_survives_its_own_death(
+    small_dataset: Dataset, redis_server: RedisServer, until: Until
+) -> None:
+    config = FeatureCacheConfig(timeout_s=5)
+    name = f"evictor-{uuid.uuid4().hex}"
+    handle = create_evictor(config, redis_server.url, name=name)
+    evictor = EvictorClient(handle)
+    node = ray.get_runtime_context().get_node_id()
+    spec = spec_for(small_dataset, cache=config, redis_url=redis_server.url, evictor=name)
+    loader = LoaderClient(create_loader(spec, node_id=node), 60)
+
+    def reads_are_noted() -> bool:
+        for step in range(60):
+            loader.batch(step)
+        return evictor.stats(60).touches > 1
+
+    until(reads_are_noted, "touches", 60)
+    assert loader.stats().cache_hits > 0
+    assert redis_server.url not in repr(spec)
+    os.kill(pid_of(handle), signal.SIGKILL)
+    until(lambda: _keys(evictor) == 1, "the evictor with what lies in Redis", 60)
+
+
+def _keys(evictor: EvictorClient) -> int:
+    try:
+        return evictor.stats(60).keys
+    except ServiceError:
+        return -1
