@@ -5,7 +5,6 @@ they are given, take the token from process-wide settings and cost a second to i
 https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html
 """
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -101,24 +100,3 @@ class Dashboard:
         answer = self.call("GET", "/api/cluster_status")
         report = (answer["data"].get("clusterStatus") or {}).get("loadMetricsReport") or {}
         return {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
-
-
-def read_token(path: Path) -> str:
-    """The secret in a token file.
-
-    Raises:
-        AuthenticationError: It cannot be read, or is empty.
-    """
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise AuthenticationError(
-            f"the cluster's token {path} cannot be read: {error}",
-            "run as the user who started the cluster, or start it anew: `eagleray down`, `eagleray up`",
-        ) from error
-    if not token:
-        raise AuthenticationError(
-            f"the cluster's token {path} is empty",
-            "start the cluster anew: `eagleray down`, `eagleray up`",
-        )
-    return token

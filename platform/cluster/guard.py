@@ -8,7 +8,7 @@ and depends on nothing that may break:
 It starts COMMAND, adopts every process that COMMAND's descendants orphan, and ends all of them by
 SIGKILL (a cluster keeps nothing outside FOLDER that a gentler end would save) when
 
-    * its standard input closes before the line `detach` came, or its parent is gone: the owner died;
+    * its standard input closes before the line `detach` came, or its parent dies;
     * it gets SIGTERM or SIGINT: `eagleray down`;
     * COMMAND ends by itself. If the owner had detached, FOLDER stays then, for its logs.
 
@@ -111,7 +111,7 @@ def mapped_segments(pids: Iterable[int]) -> set[str]:
 
 def reap() -> set[int]:
     """Collect ended children, adopted ones too; none is left a zombie."""
-    ended = set()
+    ended: set[int] = set()
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

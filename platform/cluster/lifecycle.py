@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.platform.cluster import guard
-from eagleray.platform.cluster.dashboard import Dashboard, read_token
-from eagleray.platform.cluster.head import Head, HeadOptions, new_folder, new_options
+from eagleray.platform.cluster.dashboard import Dashboard
+from eagleray.platform.cluster.head import Head, new_folder
+from eagleray.platform.cluster.options import HeadOptions, new_options
 from eagleray.platform.cluster.ports import is_free
-from eagleray.platform.cluster.state import ClusterRecord, ClusterState, boot_id, write_token
+from eagleray.platform.cluster.state import ClusterRecord, ClusterState, boot_id
+from eagleray.platform.cluster.tokens import read_token, write_token
 from eagleray.platform.cluster.versions import Versions
 from eagleray.platform.config import LoadedConfig
 from eagleray.platform.errors import EagleRayError, UsageError
@@ -125,9 +127,7 @@ def open_dashboard(state: ClusterState, timeout_s: float = 20.0) -> Dashboard:
 def _start(loaded: LoadedConfig, record: ClusterRecord) -> ClusterState:
     cluster = loaded.config.cluster
     for attempt in range(1, _STARTS + 1):
-        options = new_options(
-            cluster.num_cpus, cluster.num_gpus, cluster.object_store_bytes, is_lasting=True
-        )
+        options = new_options(cluster, is_lasting=True, shows_logs=True)
         try:
             return _start_once(record, options, cluster.start_timeout_s)
         except EagleRayError:

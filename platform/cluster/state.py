@@ -10,8 +10,6 @@ on its command line. A pid that the system used again is therefore never taken f
 
 import contextlib
 import fcntl
-import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -128,16 +126,6 @@ class ClusterRecord:
                     )
                 sleep(_LOCK_POLL_S)
             yield
-
-
-def write_token(path: Path) -> None:
-    """Make a new secret of 256 random bits that only this user can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
-    temporary.replace(path)
 
 
 def boot_id() -> str:

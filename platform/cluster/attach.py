@@ -5,9 +5,9 @@ Which cluster, in this order:
     2. inside a Ray job, that job's;
     3. `cluster.address` of the configuration;
     4. the one that `eagleray up` started for this project;
-    5. a private one on this machine, which ends with the block, and with the process if it is killed.
+    5. a private one on this machine, which ends with the block, and when the process is killed.
 
-A job comes before the configuration because its code and its packages exist on its own cluster only.
+A job comes before the configuration: its code and packages exist on its own cluster only.
 """
 
 import contextlib
@@ -19,19 +19,23 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray._private.state as ray_state
 
-from eagleray.platform.cluster.access import Access, driver_settings, look
-from eagleray.platform.cluster.head import Head, new_folder, new_options, remove_abandoned
+from eagleray.platform.cluster.driver import driver_settings
+from eagleray.platform.cluster.gcs import look
+from eagleray.platform.cluster.head import Head, new_folder, remove_abandoned
+from eagleray.platform.cluster.options import new_options
 from eagleray.platform.cluster.resources import (
     Demand,
     NodeResources,
     check_feasible,
     wait_for_resources,
 )
-from eagleray.platform.cluster.state import ClusterRecord, write_token
+from eagleray.platform.cluster.state import ClusterRecord
+from eagleray.platform.cluster.tokens import Access, write_token
 from eagleray.platform.cluster.versions import VERSION_LABEL, Versions, check_same
 from eagleray.platform.config import ClusterConfig, LoadedConfig
 from eagleray.platform.errors import ServiceError, UsageError
@@ -55,13 +59,11 @@ class ClusterInfo:
 
     def nodes(self) -> list[NodeResources]:
         """All resources of the nodes that are alive."""
-        return [
-            _node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]
-        ]
+        return [_node(node["NodeID"], node["Resources"]) for node in _ray_nodes() if node["Alive"]]
 
     def free(self) -> list[NodeResources]:
         """What is free on each node now, as far as the GCS has heard."""
-        by_node = ray_state.available_resources_per_node()
+        by_node = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
         return [_node(name, amounts) for name, amounts in by_node.items()]
 
     def check_feasible(self, demand: Demand) -> None:
@@ -123,7 +125,7 @@ def session(
         elif (target := _target(loaded)) is not None:
             info = stack.enter_context(_driver(target, cluster, log_to_driver))
         else:
-            target = stack.enter_context(_private_head(cluster, need))
+            target = stack.enter_context(_private_head(cluster, need, log_to_driver))
             info = stack.enter_context(_driver(target, cluster, log_to_driver, is_private=True))
         nodes = info.nodes()
         whole = NodeResources("all", sum(n.cpus for n in nodes), sum(n.gpus for n in nodes))
@@ -133,8 +135,8 @@ def session(
 
 def _target(loaded: LoadedConfig) -> _Target | None:
     """The cluster that is there already; None if a private one must be made."""
-    if _JOB_VARIABLE in os.environ:
-        return _Target(os.environ["RAY_ADDRESS"], Access.from_environment(), is_job=True)
+    if _JOB_VARIABLE in os.environ and (address := os.environ.get("RAY_ADDRESS")):
+        return _Target(address, Access.from_environment(), is_job=True)
     if loaded.config.cluster.address is not None:
         return _Target(loaded.config.cluster.address, Access.from_environment())
     state = ClusterRecord(Storage(loaded.storage_path)).read()
@@ -143,14 +145,14 @@ def _target(loaded: LoadedConfig) -> _Target | None:
     if not state.is_here:
         raise UsageError(
             f"the cluster of this project runs on {state.host} and listens on its loopback only",
-            f"work on {state.host}, or set cluster.address to a cluster that this machine can reach",
+            f"work on {state.host}, or set cluster.address to one that this machine can reach",
         )
     check_same(state.versions, Versions.here(), state.address)
     return _Target(state.address, Access.from_file(Path(state.token_file)))
 
 
 @contextlib.contextmanager
-def _private_head(cluster: ClusterConfig, need: Demand) -> Iterator[_Target]:
+def _private_head(cluster: ClusterConfig, need: Demand, log_to_driver: bool) -> Iterator[_Target]:
     """A head that ends with the block."""
     offered = NodeResources(
         "this machine",
@@ -159,9 +161,7 @@ def _private_head(cluster: ClusterConfig, need: Demand) -> Iterator[_Target]:
     )
     check_feasible(need, [offered])
     remove_abandoned()
-    options = new_options(
-        cluster.num_cpus, cluster.num_gpus, cluster.object_store_bytes, is_lasting=False
-    )
+    options = new_options(cluster, is_lasting=False, shows_logs=log_to_driver)
     folder = new_folder()
     head = None
     try:
@@ -182,9 +182,7 @@ def _driver(
     """This process as a driver of a running cluster."""
     sight = look(target.address, target.access.token, _LOOK_TIMEOUT_S)
     check_same(sight.versions, Versions.here(), target.address)
-    info = ClusterInfo(
-        target.address, sight.dashboard_url, is_private, cluster.place_timeout_s
-    )
+    info = ClusterInfo(target.address, sight.dashboard_url, is_private, cluster.place_timeout_s)
     with driver_settings(target.access, target.address), _sigterm_kept():
         try:
             _init(target, log_to_driver)
@@ -208,7 +206,7 @@ def _init(target: _Target, log_to_driver: bool) -> None:
         ) from error
     if target.is_job:
         return  # A job brings its own Eagleray to every node.
-    for node in ray.nodes():
+    for node in _ray_nodes():
         label = node.get("Labels", {}).get(VERSION_LABEL, "")
         check_same(Versions("", "", label), Versions.here(), target.address)
 
@@ -229,6 +227,11 @@ def _sigterm_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _ray_nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
 
 
 def _node(name: str, amounts: dict[str, float]) -> NodeResources:

@@ -1,0 +1,140 @@
+"""What a Ray head is told: its command line and the environment of everything that it starts."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagleray.platform.cluster import guard
+from eagleray.platform.cluster.ports import HOST, free_ports
+from eagleray.platform.cluster.versions import VERSION_LABEL, Versions
+from eagleray.platform.config import ClusterConfig
+
+# A report of a training worker is taken up at the controller's next look, every 0.2 s instead of
+# 2 s, and a worker group that cannot be placed is tried again, smaller, after 10 s instead of 60 s.
+TRAIN_VARIABLES = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+}
+# Ray replaces 127.0.0.1 by the machine's outer address, and binds to all interfaces then, unless it
+# believes to be on a system where clusters have one node only. The variable's name misleads:
+# ray/_private/services.py, get_node_ip_address.
+LOOPBACK_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_QUIET_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Each log file of Ray's: 20 MB, one older copy.
+    "RAY_ROTATION_MAX_BYTES": "20000000",
+    "RAY_ROTATION_BACKUP_COUNT": "1",
+    # A stopped job's driver has this long to save what it wants to.
+    "RAY_JOB_STOP_WAIT_TIME_S": "10",
+}
+# They would lead a new cluster to the one that this process itself belongs to.
+_FOREIGN_VARIABLES = (
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_TOKEN",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_NAMESPACE",
+)
+_USUAL_DASHBOARD_PORT = 8265
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What a head offers and where it listens; all on loopback."""
+
+    num_cpus: int | None
+    num_gpus: int | None
+    object_store_bytes: int
+    gcs_port: int
+    dashboard_port: int
+    metrics_port: int
+    dashboard_metrics_port: int
+    is_lasting: bool
+    """False for a cluster that lives for one command: it does without the autoscaler's monitor."""
+    shows_logs: bool = True
+    """Whether drivers can be shown what workers print; that takes one more process."""
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Every port that was chosen beforehand."""
+        return (
+            self.gcs_port,
+            self.dashboard_port,
+            self.metrics_port,
+            self.dashboard_metrics_port,
+        )
+
+
+def start_command(options: HeadOptions, folder: Path) -> list[str]:
+    """The `ray start` that makes a head."""
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        f"--temp-dir={folder}",
+        f"--node-ip-address={HOST}",
+        f"--port={options.gcs_port}",
+        "--include-dashboard=true",
+        f"--dashboard-host={HOST}",
+        f"--dashboard-port={options.dashboard_port}",
+        f"--metrics-export-port={options.metrics_port}",
+        # Chosen by the kernel at bind time: nobody can be faster.
+        *("--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"),
+        *("--runtime-env-agent-port=0", "--node-manager-port=0", "--object-manager-port=0"),
+        *("--min-worker-port=0", "--max-worker-port=0"),
+        f"--object-store-memory={options.object_store_bytes}",
+        f"--labels={VERSION_LABEL}={Versions.here().eagleray}",
+        "--disable-usage-stats",
+    ]
+    if options.num_cpus is not None:
+        command.append(f"--num-cpus={options.num_cpus}")
+    if options.num_gpus is not None:
+        command.append(f"--num-gpus={options.num_gpus}")
+    if not options.is_lasting:
+        command.append("--no-monitor")
+    if not options.shows_logs:
+        command.append("--include-log-monitor=false")
+    return command
+
+
+def start_environment(
+    base: Mapping[str, str], options: HeadOptions, mark: str, token_file: Path
+) -> dict[str, str]:
+    """The environment of every process of a cluster."""
+    kept = {name: value for name, value in base.items() if name not in _FOREIGN_VARIABLES}
+    if "PYTHONPATH" in kept:
+        # The head runs in another folder than we do.
+        parts = [os.path.abspath(part) for part in kept["PYTHONPATH"].split(os.pathsep) if part]
+        kept["PYTHONPATH"] = os.pathsep.join(parts)
+    # `ray job submit -- eagleray ...` must find the scripts of this environment.
+    scripts = str(Path(sys.executable).parent)
+    return {
+        **kept,
+        **_QUIET_VARIABLES,
+        **TRAIN_VARIABLES,
+        **LOOPBACK_VARIABLES,
+        "PATH": os.pathsep.join([scripts, kept.get("PATH", os.defpath)]),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "DASHBOARD_METRIC_PORT": str(options.dashboard_metrics_port),
+        "RAY_START_HOOK": "eagleray.platform.cluster.start_hook.configure",
+        guard.MARK_VARIABLE: mark,
+    }
+
+
+def new_options(cluster: ClusterConfig, *, is_lasting: bool, shows_logs: bool) -> HeadOptions:
+    """Options with free ports; a lasting cluster gets Ray's usual dashboard port if it is free."""
+    usual = _USUAL_DASHBOARD_PORT if is_lasting else None
+    gcs, dashboard, metrics, dashboard_metrics = free_ports([None, usual, None, None])
+    return HeadOptions(
+        num_cpus=cluster.num_cpus,
+        num_gpus=cluster.num_gpus,
+        object_store_bytes=cluster.object_store_bytes,
+        gcs_port=gcs,
+        dashboard_port=dashboard,
+        metrics_port=metrics,
+        dashboard_metrics_port=dashboard_metrics,
+        is_lasting=is_lasting,
+        shows_logs=shows_logs,
+    )
