@@ -336,7 +336,8 @@ def _builders_lock(storage: Storage) -> Iterator[None]:
     with lock:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in root.glob(".tmp-*"):
+            # Folders only: a temporary file may be another process writing a pointer right now.
+            for path in root.glob(".tmp-*/"):
                 shutil.rmtree(path, ignore_errors=True)
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield

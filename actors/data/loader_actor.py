@@ -5,6 +5,7 @@ were under way. A batch is a pure function of its step, so the new one answers t
 What a restart loses: batches read ahead, and the figures of `stats`.
 """
 
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ from eagleray.actors.rpc import call
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.storage import Storage
 
+logger = logging.getLogger(__name__)
+
 # The actor mostly waits for its callers; any share of a CPU would be taken from a trainer worker.
 _NUM_CPUS = 0
 
@@ -30,9 +33,10 @@ _NUM_CPUS = 0
 class LoaderSpec:
     """Everything a loader is a function of, and where it may look first.
 
-    `redis_url` may hold a password and is left out of repr; with None the cache is in memory.
-    `evictor` is the name that `create_evictor` was given: with a handle in its arguments, an actor
-    cannot be restarted once its creator has let go of them.
+    `redis_url` may hold a password and is left out of repr; with None there is no cache, as the
+    memory map of the shards is faster than a second copy in memory. `evictor` is the name that
+    `create_evictor` was given: with a handle in its arguments, an actor cannot be restarted once
+    its creator has let go of them.
     """
 
     storage_root: Path
@@ -57,8 +61,9 @@ class LoaderServer:
         # Not in __init__: what goes wrong there reaches callers without its type.
         spec = self._spec
         dataset = Dataset.open(Storage(spec.storage_root), spec.dataset)
-        sink: TouchSink | None = EvictorClient(ray.get_actor(spec.evictor)) if spec.evictor else None
-        cache = open_cache(spec.cache, spec.redis_url, sink) if spec.cache else None
+        cache = None
+        if spec.cache is not None and spec.redis_url is not None:
+            cache = open_cache(spec.cache, spec.redis_url, _sink(spec.evictor))
         return Loader(
             dataset, spec.split, spec.order_seed, spec.batch_size, cache, spec.prefetch_batches
         )
@@ -94,6 +99,17 @@ def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | N
     if node_id is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
     return ray.remote(LoaderServer).options(**options).remote(spec)
+
+
+def _sink(evictor: str | None) -> TouchSink | None:
+    if evictor is None:
+        return None
+    try:
+        return EvictorClient(ray.get_actor(evictor))
+    except ValueError:
+        # Without it nobody evicts, and Redis refuses what does not fit: speed, nothing more.
+        logger.warning("no evictor of this name: the cache will fill and stay name=%s", evictor)
+        return None
 
 
 class LoaderClient:

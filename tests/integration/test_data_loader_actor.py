@@ -125,6 +125,17 @@ def test_loaders_report_to_the_evictor_which_survives_its_own_death(
     until(lambda: _keys(evictor) == 1, "the evictor with what lies in Redis", 60)
 
 
+def test_a_loader_without_the_evictor_it_was_told_of_reads_all_the_same(
+    small_dataset: Dataset, redis_server: RedisServer
+) -> None:
+    config = FeatureCacheConfig(timeout_s=5)
+    spec = spec_for(
+        small_dataset, cache=config, redis_url=redis_server.url, evictor="evictor:never-made"
+    )
+    with Loader(small_dataset, "train", 5, 8, prefetch_batches=0) as plain:
+        assert same(LoaderClient(create_loader(spec), 60).batch(3), plain.batch(3))
+
+
 def _keys(evictor: EvictorClient) -> int:
     try:
         return evictor.stats(60).keys

@@ -10,8 +10,9 @@ import pytest
 from eagleray.actors.cache import FeatureCache, open_cache
 from eagleray.actors.data import Dataset, batch_ids
 from eagleray.actors.data.loader import Batch, Loader
+from eagleray.actors.data.loader_actor import LoaderServer, LoaderSpec
 from eagleray.platform.config import FeatureCacheConfig
-from eagleray.platform.errors import IntegrityError
+from eagleray.platform.errors import IntegrityError, NotFoundError
 
 Build = Callable[..., Dataset]
 
@@ -181,3 +182,16 @@ def test_closing_twice_is_no_harm(build: Build) -> None:
     loader.close()
     loader.close()
     assert not loader._thread.is_alive()
+
+
+def test_the_actors_logic_cuts_slices_and_opens_its_dataset_on_the_first_call(build: Build) -> None:
+    dataset = build()
+    spec = LoaderSpec(dataset.folder.parents[1], dataset.digest, 3, 6, prefetch_batches=0)
+    server = LoaderServer(spec)
+    with Loader(dataset, "train", 3, 6, prefetch_batches=0) as plain:
+        assert same(server.batch(2, 1, 3), plain.batch(2).slice_for_rank(1, 3))
+        assert same(server.eval_batch(1, 0, 2), plain.eval_batch(1).slice_for_rank(0, 2))
+    assert server.stats().batches == 1
+    missing = LoaderServer(LoaderSpec(dataset.folder.parents[1], "0" * 64, 3, 6))
+    with pytest.raises(NotFoundError):
+        missing.batch(0, 0, 1)

@@ -63,6 +63,19 @@ def test_slices_of_all_ranks_make_the_global_batch(world_size: int, step: int) -
     assert np.array_equal(np.concatenate(slices), ids)
 
 
+@pytest.mark.parametrize("resumed_world", [1, 3, 8, 12])
+def test_resuming_with_another_world_size_goes_on_in_the_same_order(resumed_world: int) -> None:
+    def consumed(steps: range, world_size: int) -> list[int]:
+        return [
+            sample
+            for step in steps
+            for rank in range(world_size)
+            for sample in slice_for_rank(batch_ids(1, 101, step, 24), rank, world_size).tolist()
+        ]
+
+    assert consumed(range(7), 4) + consumed(range(7, 20), resumed_world) == consumed(range(20), 1)
+
+
 def test_resuming_at_any_step_loses_and_doubles_nothing() -> None:
     uninterrupted = [batch_ids(5, 37, step, 8).tolist() for step in range(30)]
     for resumed_at in range(30):

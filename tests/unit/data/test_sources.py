@@ -134,7 +134,7 @@ def test_only_a_few_examples_of_bad_records_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_text_file_that_is_not_utf8_is_a_bad_record(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "a.txt").write_bytes(b"na\xefve")
     with pytest.raises(DataError, match=r"a\.txt:1 is not UTF-8"):
         read(tmp_path, {"kind": "text", "path": "a.txt"})
 
