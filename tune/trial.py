@@ -4,20 +4,21 @@ A trial is a run: it has a record, checkpoints and a lineage, and a restarted on
 newest checkpoint. The global batch is the project's, so values carry over to a run on many workers.
 """
 
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray import tune
 
-from eagleray.actors.checkpoint.manifest import Checkpoint
-from eagleray.actors.checkpoint.snapshot import Snapshot
+from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader import Loader
 from eagleray.actors.trainer.finish import finish_run
-from eagleray.actors.trainer.loop import LoopSpec, Seat, StepRow, run_loop
+from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import RunRecorder
+from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.config import ProjectConfig, with_overrides
 from eagleray.platform.model.config import DecoderConfig
@@ -120,7 +121,7 @@ class _Reporter:
         self._recorder = recorder
 
     def begin(self, rank: int, world_size: int) -> int:
-        return self._recorder.begin(world_size)
+        return self._recorder.begin(world_size, uuid.uuid4().hex)
 
     def join(self, attempt: int, rank: int) -> None:
         """Tune knows where its trials run."""

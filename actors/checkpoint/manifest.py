@@ -10,7 +10,6 @@ Format and version: docs/formats.md#checkpoint.
 """
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from eagleray.actors.checkpoint.snapshot import Checkpoint
 from eagleray.platform.errors import IntegrityError, NotFoundError, StorageError
 from eagleray.platform.storage import Storage, canonical_json, digest_bytes, digest_file
 
@@ -30,17 +30,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete training state."""
-
-    step: int
-    arrays: dict[str, np.ndarray]
-    samples: str
-    """Name of the last segment of the sample log that led here."""
-    meta: dict[str, Any]
 
 
 class CheckpointFolder:

@@ -37,6 +37,17 @@ class Snapshot:
     """Plain values: metrics, progress; from rank 0."""
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete training state."""
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    samples: str
+    """Name of the last segment of the sample log that led here."""
+    meta: dict[str, Any]
+
+
 def take_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
     """Copies of every parameter and optimizer slot on the CPU, owned by the caller."""
     arrays = {_MODEL + name: _copied(parameter) for name, parameter in model.named_parameters()}

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from eagleray.actors.checkpoint.manifest import Checkpoint, CheckpointFolder, newest_intact
+from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import SampleLog, Segment
-from eagleray.actors.checkpoint.snapshot import Snapshot
+from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import DeadlineExceededError, StorageError
 from eagleray.platform.storage import Storage

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eagleray.actors.checkpoint.manifest import Checkpoint
-from eagleray.actors.checkpoint.snapshot import Snapshot, load_arrays, take_arrays
+from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot, load_arrays, take_arrays
+from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import Stepper
 from eagleray.platform.config import TrainConfig
 from eagleray.platform.model.config import DecoderConfig
@@ -69,7 +69,7 @@ class Reporter(Protocol):
     def join(self, attempt: int, rank: int) -> None:
         """Every rank takes part in the attempt."""
 
-    def report(self, row: "StepRow") -> str | None:
+    def report(self, row: StepRow) -> str | None:
         """Take one row of figures; a reason if training is to stop after this step."""
 
 
@@ -88,29 +88,6 @@ class LoopSpec:
     train: TrainConfig
     model: DecoderConfig
     seq_len: int
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """Figures of the steps since the row before, over all ranks.
-
-    Losses are means in nats per token; times are sums of rank 0 in seconds; `mfu` is the share of
-    the peak that a plain matrix product reached on the same devices just before.
-    """
-
-    attempt: int
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
-    mfu: float
-    data_s: float
-    compute_s: float
-    communication_s: float
-    checkpoint_s: float
-    eval_s: float
-    eval_loss: float | None = None
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from eagleray.actors.trainer.loop import StepRow
+from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.runs import RunStatus, RunStore
 
 
@@ -50,6 +50,7 @@ class RunView:
 @dataclass
 class _Memory:
     attempt: int = 0
+    token: str = ""
     rows: list[StepRow] = field(default_factory=list)
     workers: dict[int, WorkerInfo] = field(default_factory=dict)
     first_row_at: dict[int, float] = field(default_factory=dict)
@@ -71,17 +72,22 @@ class RunRecorder:
         self._memory = _Memory()
         for event in runs.events(run_id):
             if event["event"] == "attempt":
-                self._memory.attempt = event["attempt"]
+                self._memory.attempt, self._memory.token = event["attempt"], event["token"]
+        for kept in runs.metrics(run_id):
+            time_s = kept.pop("time_s")
+            self._remember(StepRow(**kept), time_s)
 
-    def begin(self, world_size: int) -> int:
-        """Number the attempt that rank 0 starts."""
-        self._memory.attempt += 1
-        self._memory.workers.clear()
-        self._runs.add_event(
-            self._run_id, "attempt", attempt=self._memory.attempt, world_size=world_size
-        )
+    def begin(self, world_size: int, token: str) -> int:
+        """Number the attempt that rank 0 starts; the same token gets the same number."""
+        memory = self._memory
+        if token != memory.token:
+            memory.attempt, memory.token = memory.attempt + 1, token
+            memory.workers.clear()
+            self._runs.add_event(
+                self._run_id, "attempt", attempt=memory.attempt, world_size=world_size, token=token
+            )
         self._runs.update(self._run_id, status=RunStatus.RUNNING)
-        return self._memory.attempt
+        return memory.attempt
 
     def join(self, attempt: int, worker: WorkerInfo) -> None:
         """Note where a worker of the current attempt runs."""
@@ -94,10 +100,12 @@ class RunRecorder:
 
     def report(self, row: StepRow) -> str | None:
         """Keep a row; a reason to stop after it, if somebody asked for that."""
-        if row.attempt == self._memory.attempt:
-            self._memory.rows.append(row)
-            self._memory.first_row_at.setdefault(row.attempt, self._clock())
-            self._runs.add_metrics(self._run_id, {**asdict(row), "time_s": self._clock()})
+        rows = self._memory.rows
+        newest = rows[-1].step if rows and rows[-1].attempt == row.attempt else 0
+        if row.attempt == self._memory.attempt and row.step > newest:
+            now = self._clock()
+            self._remember(row, now)
+            self._runs.add_metrics(self._run_id, {**asdict(row), "time_s": now})
             self._runs.update(self._run_id, step=row.step)
         return self._memory.stop_reason
 
@@ -132,3 +140,7 @@ class RunRecorder:
     def event(self, event: str, details: dict[str, Any]) -> None:
         """Keep an event of another part of the run."""
         self._runs.add_event(self._run_id, event, **details)
+
+    def _remember(self, row: StepRow, time_s: float) -> None:
+        self._memory.rows.append(row)
+        self._memory.first_row_at.setdefault(row.attempt, time_s)

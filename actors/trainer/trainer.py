@@ -20,15 +20,11 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from eagleray.actors.cache.evictor_actor import create_evictor
 from eagleray.actors.checkpoint.actor import create_store
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
-from eagleray.actors.trainer.loop import LoopSpec, StepRow
+from eagleray.actors.trainer.loop import LoopSpec
 from eagleray.actors.trainer.recorder import Fatal, RunView, WorkerInfo
-from eagleray.actors.trainer.worker import (
-    FaultCallback,
-    RecorderClient,
-    RunActors,
-    create_recorder,
-    train_worker,
-)
+from eagleray.actors.trainer.recorder_actor import RecorderClient, create_recorder
+from eagleray.actors.trainer.step_row import StepRow
+from eagleray.actors.trainer.worker import FaultCallback, RunActors, train_worker
 from eagleray.platform.config import ProjectConfig
 from eagleray.platform.errors import EagleRayError, RunFailedError
 from eagleray.platform.storage import Storage
@@ -168,6 +164,7 @@ def _create_actors(
     config: ProjectConfig, storage: Storage, run_id: str, dataset: str, redis_url: str | None
 ) -> RunActors:
     cache = config.data.cache if config.data.cache.enabled else None
+    evictor = f"evictor:{run_id}" if cache and redis_url else None
     spec = LoaderSpec(
         storage.root,
         dataset,
@@ -176,14 +173,14 @@ def _create_actors(
         prefetch_batches=config.data.prefetch_batches,
         cache=cache,
         redis_url=redis_url,
-        evictor=create_evictor(cache, redis_url) if cache and redis_url else None,
+        evictor=evictor,
     )
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return RunActors(
         create_recorder(storage, run_id),
         create_store(storage, run_id, config.train.checkpoint),
         {node: create_loader(spec, node_id=node) for node in nodes},
-        spec.evictor,
+        create_evictor(cache, redis_url, name=evictor) if cache and redis_url else None,
     )
 
 

@@ -4,8 +4,6 @@ Ray Train creates the workers, and all of them anew when one dies; nothing of a 
 what it handed to the checkpoint store and the recorder.
 """
 
-import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +13,14 @@ import ray
 import ray.train
 from ray.train import UserCallback
 
-from eagleray.actors.checkpoint.actor import StoreClient
+from eagleray.actors.checkpoint.client import StoreClient
 from eagleray.actors.data.loader import Batch
 from eagleray.actors.data.loader_actor import LoaderClient
-from eagleray.actors.rpc import call
-from eagleray.actors.trainer.loop import LoopSpec, Seat, StepRow, run_loop
-from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
+from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
+from eagleray.actors.trainer.recorder import Fatal
+from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
 from eagleray.actors.trainer.stepper import NonFiniteLossError
-from eagleray.platform.errors import EagleRayError
-from eagleray.platform.runs import RunStore
-from eagleray.platform.storage import Storage
-
-_CALL_TIMEOUT_S = 60.0
+from eagleray.platform.errors import EagleRayError, ServiceError
 
 
 @dataclass(frozen=True)
@@ -38,50 +32,6 @@ class RunActors:
     loaders: Mapping[str, Any]
     """Node id -> the loader there."""
     evictor: Any = None
-
-
-class _RecorderActor:
-    """RunRecorder in a process of its own."""
-
-    def __init__(self, storage: Storage, run_id: str) -> None:
-        self._recorder = RunRecorder(RunStore(storage), run_id)
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._recorder, method)(*args)
-
-
-def create_recorder(storage: Storage, run_id: str) -> Any:
-    """Start the recorder of a run; it ends with its creator."""
-    options: dict[str, Any] = {"name": f"recorder:{run_id}", "num_cpus": 0, "max_restarts": -1}
-    return ray.remote(_RecorderActor).options(**options).remote(storage, run_id)
-
-
-class RecorderClient:
-    """A typed way to the recorder; a Reporter for the loop."""
-
-    def __init__(self, handle: Any, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        self._handle, self._timeout_s = handle, timeout_s
-
-    def join(self, attempt: int, rank: int) -> None:
-        """Note that this process is a worker of the attempt."""
-        node_id = ray.get_runtime_context().get_node_id()
-        info = WorkerInfo(rank, os.getpid(), socket.gethostname(), node_id)
-        self.ask("join", attempt, info)
-
-    def begin(self, rank: int, world_size: int) -> int:
-        """Number the attempt; rank 0 alone calls it."""
-        attempt: int = self.ask("begin", world_size)
-        return attempt
-
-    def report(self, row: StepRow) -> str | None:
-        """Keep a row; a reason if training is to stop."""
-        reason: str | None = self.ask("report", row)
-        return reason
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call any method of the recorder."""
-        what = f"the recorder's answer to {method}"
-        return call(self._handle.call, method, *args, timeout_s=self._timeout_s, what=what)
 
 
 class LoaderSource:
@@ -130,8 +80,8 @@ def train_worker(config: dict[str, Any]) -> None:
     if recorder.ask("fatal") is not None:
         return
     loader = actors.loaders.get(node_id) or next(iter(actors.loaders.values()))
-    source = LoaderSource(LoaderClient(loader, _CALL_TIMEOUT_S))
-    store = StoreClient(actors.store, spec.train.checkpoint.write_timeout_s + _CALL_TIMEOUT_S)
+    source = LoaderSource(LoaderClient(loader, CALL_TIMEOUT_S))
+    store = StoreClient(actors.store, spec.train.checkpoint.write_timeout_s + CALL_TIMEOUT_S)
     try:
         run_loop(seat, spec, source, store, recorder)
     except NonFiniteLossError as error:
@@ -139,8 +89,8 @@ def train_worker(config: dict[str, Any]) -> None:
         recorder.ask("fail", Fatal(type(error).__name__, f"training stopped: {error}", fix, 1))
         raise
     except EagleRayError as error:
-        # Deadlines and dead actors may be passing; the rest is the user's or the storage's fault.
-        if error.exit_code != 1:
+        # A dead or slow actor may be back at the next attempt; no restart mends anything else.
+        if not isinstance(error, ServiceError):
             recorder.ask(
                 "fail", Fatal(type(error).__name__, error.what, error.fix, error.exit_code)
             )

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from eagleray.platform.model import hf_layout
+from eagleray.platform.model.text import ModelText
 
 # Nothing else is copied: a model folder from outside may hold code, pickles or anything.
 _PATTERNS = (
@@ -19,6 +20,7 @@ def adopt(source: Path, folder: Path) -> None:
         DataError: A file is missing or damaged, or it is not a Llama; nothing was copied.
     """
     hf_layout.load(source)
+    ModelText(source)
     for pattern in _PATTERNS:
         for path in sorted(source.glob(pattern)):
             shutil.copyfile(path, folder / path.name)

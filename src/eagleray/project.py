@@ -207,7 +207,7 @@ class Project:
         from eagleray.actors.trainer.finish import finish_run
         from eagleray.actors.trainer.loop import LoopSpec
         from eagleray.actors.trainer.trainer import Training
-        from eagleray.platform.cluster import session
+        from eagleray.platform.cluster import Demand, session
         from eagleray.platform.model.config import DecoderConfig
 
         train, started = self.config.train, time.monotonic()
@@ -221,15 +221,18 @@ class Project:
             if on_progress is not None:
                 on_progress(run_id, progress)
 
+        gpus = 1.0 if train.device == "cuda" else 0.0
+        demand = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker(s)")
         with (
             _recorded(self.runs, run_id),
             session(
                 self.loaded,
                 need_cpus=train.num_workers * train.cpus_per_worker,
-                need_gpus=train.num_workers if train.device == "cuda" else 0,
-            ),
+                need_gpus=train.num_workers * gpus,
+            ) as cluster,
             self._redis() as redis_url,
         ):
+            cluster.wait_for_resources(demand)
             training = Training(self.config, self.storage, run_id, spec, dataset.digest, redis_url)
             try:
                 training.start()

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from eagleray.actors.checkpoint.manifest import Checkpoint, CheckpointFolder, newest_intact
+from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import SampleLog, Segment, audit
-from eagleray.actors.checkpoint.snapshot import Snapshot, load_arrays, model_arrays, take_arrays
+from eagleray.actors.checkpoint.snapshot import (
+    Checkpoint,
+    Snapshot,
+    load_arrays,
+    model_arrays,
+    take_arrays,
+)
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import DeadlineExceededError, IntegrityError, StorageError

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from eagleray.actors.checkpoint.manifest import Checkpoint
 from eagleray.actors.checkpoint.samples import SampleLog, audit
-from eagleray.actors.checkpoint.snapshot import Snapshot
+from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
-from eagleray.actors.trainer.loop import LoopSpec, Seat, StepRow, run_loop
+from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
 from eagleray.actors.trainer.schedule import learning_rate
+from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper, make_optimizer
 from eagleray.platform.config import (
     AdamWConfig,
@@ -233,11 +233,12 @@ def test_the_recorder_numbers_attempts_through_its_own_restart(tmp_path: Path) -
     runs = RunStore(Storage(tmp_path))
     run_id = runs.create("r", "train", {}, steps=10)
     recorder = RunRecorder(runs, run_id, clock=lambda: 7.0)
-    assert recorder.begin(2) == 1
+    assert recorder.begin(2, "a") == recorder.begin(2, "a") == 1
     recorder.join(1, WorkerInfo(1, 11, "h", "n"))
     recorder.join(1, WorkerInfo(0, 10, "h", "n"))
     recorder.join(0, WorkerInfo(0, 9, "h", "n"))
     recorder.report(row(1, 2))
+    recorder.report(row(1, 2))  # asked again, since the answer was lost
     view = recorder.view(0)
     assert [worker.pid for worker in view.workers] == [10, 11]
     assert [r.step for r in view.rows] == [2]
@@ -247,9 +248,12 @@ def test_the_recorder_numbers_attempts_through_its_own_restart(tmp_path: Path) -
     assert runs.state(run_id).step == 2
 
     restarted = RunRecorder(runs, run_id)
-    assert restarted.begin(2) == 2
+    assert restarted.view(0).rows == view.rows
+    assert restarted.view(0).first_row_at == {1: 7.0}
+    assert restarted.begin(2, "a") == 1
+    assert restarted.begin(2, "b") == 2
     restarted.report(row(1, 4))  # from a worker that does not know yet that it is dead
-    assert restarted.view(0).rows == ()
+    assert restarted.view(1).rows == ()
     assert [event["event"] for event in runs.events(run_id)] == ["attempt", "attempt"]
 
 
@@ -257,7 +261,7 @@ def test_the_first_fatal_failure_counts_and_reaches_every_worker(tmp_path: Path)
     runs = RunStore(Storage(tmp_path))
     run_id = runs.create("r", "train", {})
     recorder = RunRecorder(runs, run_id)
-    recorder.begin(1)
+    recorder.begin(1, "a")
     first = Fatal("DataError", "shard 3 is gone", "rebuild", 2)
     recorder.fail(first)
     recorder.fail(Fatal("Other", "later", "", 1))

@@ -1,0 +1,49 @@
+"""A worker's way to the checkpoint store; apart from it: a worker loads nothing that it needs not.
+
+PyTorch's checkpoint package takes more than a second to import, on the path of every recovery.
+"""
+
+from typing import Any
+
+from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.rpc import call, result
+
+
+class StoreClient:
+    """A worker's way to the store; a SnapshotSink. Not for several threads at once.
+
+    Args:
+        handle: From `create_store`.
+        timeout_s: Longest wait for an answer.
+    """
+
+    def __init__(self, handle: Any, timeout_s: float) -> None:
+        self._handle, self._timeout_s = handle, timeout_s
+        self._in_flight: Any = None
+
+    def begin(self, attempt: int) -> Checkpoint | None:
+        """The state to go on from; None at the very start."""
+        found: Checkpoint | None = call(
+            self._handle.begin, attempt, timeout_s=self._timeout_s, what="the newest checkpoint"
+        )
+        return found
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Hand in a part without waiting for storage; at most one is on its way.
+
+        Raises:
+            DeadlineExceededError: Storage is so slow that the one before is still waiting.
+        """
+        self._settle()
+        self._in_flight = self._handle.submit.remote(snapshot)
+
+    def flush(self) -> None:
+        """Return when everything handed in is on storage."""
+        self._settle()
+        call(self._handle.flush, timeout_s=self._timeout_s, what="the writing of checkpoints")
+
+    def _settle(self) -> None:
+        if self._in_flight is not None:
+            what = "the checkpoint store's receipt"
+            result(self._in_flight, timeout_s=self._timeout_s, what=what)
+            self._in_flight = None

@@ -1,0 +1,26 @@
+"""The figures that a run reports, as plain values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """Figures of the steps since the row before, over all ranks.
+
+    Losses are means in nats per token; times are sums of rank 0 in seconds; `mfu` is the share of
+    the peak that a plain matrix product reached on the same devices just before.
+    """
+
+    attempt: int
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    mfu: float
+    data_s: float
+    compute_s: float
+    communication_s: float
+    checkpoint_s: float
+    eval_s: float
+    eval_loss: float | None = None

@@ -1,0 +1,62 @@
+"""A small project to train and to disturb."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eagleray.project import Project
+
+WORDS = ("union", "states", "congress", "people", "year", "of", "the", "and", "to", "our")
+CONFIG = """\
+name: tiny
+storage: {uri: store}
+data:
+  sources: [{path: docs.jsonl}]
+  tokenizer: {vocab_size: 300}
+  seq_len: 16
+  eval_fraction: 0.1
+model: {dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_seq_len: 32}
+train:
+  num_workers: 2
+  steps: 60
+  batch_size: 8
+  micro_batch_size: 4
+  optimizer: {lr: 0.01}
+  checkpoint: {every_steps: 10, keep: 2}
+  eval: {every_steps: 20, num_batches: 2}
+  log_every_steps: 2
+tune:
+  num_trials: 4
+  startup_trials: 2
+  overrides: {train.steps: 20}
+  asha: {grace_steps: 5}
+  space:
+    train.optimizer.lr: {kind: float, low: 1e-3, high: 3e-2, log: true}
+"""
+
+
+def write_project(folder: Path) -> Path:
+    """A project with 120 documents of a few words each."""
+    draw = random.Random(1)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(50, 150))) for _ in range(120)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "docs.jsonl").write_text("".join(lines))
+    (folder / "eagleray.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_project(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Project]:
+    """Makes projects over equal data, each with a storage of its own."""
+
+    def make(*overrides: str) -> Project:
+        folder = write_project(tmp_path_factory.mktemp("project"))
+        return Project.load(folder, overrides)
+
+    return make

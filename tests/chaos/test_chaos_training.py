@@ -1,0 +1,159 @@
+"""Training while processes are killed: the same bits, each sample once, or one clear failure."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from eagleray.actors.trainer.trainer import FatalRunError, Progress
+from eagleray.platform.errors import InfeasibleError, RunFailedError
+from eagleray.platform.runs import RunStatus
+from eagleray.project import Project, TrainedRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
+MakeProject = Callable[..., Project]
+
+
+class KillOnce:
+    """Ends a process by SIGKILL at the first row at or after a step."""
+
+    def __init__(self, step: int, find: Callable[[str, Progress], int | None]) -> None:
+        self._step, self._find = step, find
+        self.pid: int | None = None
+
+    def __call__(self, run_id: str, progress: Progress) -> None:
+        if self.pid is None and any(row.step >= self._step for row in progress.rows):
+            self.pid = self._find(run_id, progress)
+            if self.pid is not None:
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def worker(rank: int) -> Callable[[str, Progress], int | None]:
+    def find(_: str, progress: Progress) -> int | None:
+        pids = {info.rank: info.pid for info in progress.workers}
+        return pids.get(rank)
+
+    return find
+
+
+def named_actor(prefix: str) -> Callable[[str, Progress], int | None]:
+    def find(run_id: str, _: Progress) -> int | None:
+        handle = ray.get_actor(f"{prefix}:{run_id}")
+        pid: int = ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        return pid
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_project: MakeProject, ray_cluster: str) -> TrainedRun:
+    """The run that the disturbed ones must equal."""
+    run = make_project().train()
+    assert (run.attempts, run.steps, run.missing, run.doubled) == (1, 60, 0, 0)
+    return run
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_costs_neither_bits_nor_samples(
+    make_project: MakeProject, undisturbed: TrainedRun, rank: int
+) -> None:
+    project = make_project()
+    kill = KillOnce(24, worker(rank))
+    run = project.train(kill)
+    assert kill.pid is not None
+    assert run.attempts == 2
+    assert (run.steps, run.samples, run.missing, run.doubled) == (60, 480, 0, 0)
+    assert run.model is not None
+    assert undisturbed.model is not None
+    assert run.model.artifact == undisturbed.model.artifact
+    assert run.eval_loss == undisturbed.eval_loss
+    events = [event["event"] for event in project.runs.events(run.run_id)]
+    assert events.count("fault") == 1
+    assert events.count("attempt") == 2
+
+
+def test_a_killed_store_costs_neither_bits_nor_samples(
+    make_project: MakeProject, undisturbed: TrainedRun
+) -> None:
+    kill = KillOnce(14, named_actor("checkpoint-store"))
+    run = make_project().train(kill)
+    assert kill.pid is not None
+    assert (run.steps, run.missing, run.doubled) == (60, 0, 0)
+    assert run.model is not None
+    assert undisturbed.model is not None
+    assert run.model.artifact == undisturbed.model.artifact
+
+
+def test_a_killed_recorder_does_not_end_the_run(
+    make_project: MakeProject, undisturbed: TrainedRun
+) -> None:
+    kill = KillOnce(14, named_actor("recorder"))
+    run = make_project().train(kill)
+    assert kill.pid is not None
+    assert (run.steps, run.missing, run.doubled) == (60, 0, 0)
+    assert run.model is not None
+    assert undisturbed.model is not None
+    assert run.model.artifact == undisturbed.model.artifact
+
+
+def test_a_run_that_dies_too_often_fails_and_can_be_resumed(
+    make_project: MakeProject, undisturbed: TrainedRun
+) -> None:
+    project = make_project("train.max_failures=0")
+    kill = KillOnce(24, worker(1))
+    with pytest.raises(RunFailedError, match="resume"):
+        project.train(kill)
+    (state,) = project.runs.all()
+    assert state.status is RunStatus.FAILED
+    assert "rank" in state.message
+    run = project.resume(state.run_id)
+    assert (run.steps, run.missing, run.doubled) == (60, 0, 0)
+    assert run.model is not None
+    assert undisturbed.model is not None
+    assert run.model.artifact == undisturbed.model.artifact
+    assert project.runs.state(state.run_id).status is RunStatus.FINISHED
+
+
+def test_a_damaged_shard_ends_the_run_with_its_name(make_project: MakeProject) -> None:
+    project = make_project()
+    dataset = project.build_data()
+    shard = next(iter(sorted(Path(dataset.folder).glob("train-*.bin"))))
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(FatalRunError, match=shard.name):
+        project.train()
+    (state,) = project.runs.all()
+    events = [event["event"] for event in project.runs.events(state.run_id)]
+    assert "fatal" in events
+    assert events.count("attempt") == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    make_project: MakeProject, undisturbed: TrainedRun
+) -> None:
+    project = make_project("train.max_failures=0")
+    with pytest.raises(RunFailedError):
+        project.train(KillOnce(34, worker(0)))
+    (state,) = project.runs.all()
+    steps = sorted(project.storage.path("runs", state.run_id, "checkpoints").glob("0*"))
+    damaged = next(steps[-1].glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    run = project.resume(state.run_id)
+    assert run.model is not None
+    assert undisturbed.model is not None
+    assert run.model.artifact == undisturbed.model.artifact
+    assert (run.missing, run.doubled) == (0, 0)
+    events = project.runs.events(state.run_id)
+    assert [e["event"] for e in events].count("checkpoint_damaged") == 1
+
+
+def test_more_workers_than_the_cluster_holds_is_refused_at_once(make_project: MakeProject) -> None:
+    project = make_project("train.num_workers=8", "train.cpus_per_worker=4")
+    with pytest.raises(InfeasibleError, match="32 CPUs") as caught:
+        project.train()
+    assert caught.value.exit_code == 3
+    assert project.runs.all()[0].status is RunStatus.FAILED
