@@ -1,7 +1,7 @@
 """A Ray head on this machine, under a guard: one folder, loopback only, token always on.
 
-Nobody outside this machine can reach it: every process binds to 127.0.0.1. Its folder is short
-because Ray puts unix sockets into it (limit: 107 characters), and holds everything that it writes.
+Nobody outside this machine can reach it: every process binds to 127.0.0.1. Its folder holds
+everything that it writes, and only this user may enter it: Ray opens its own folders to everybody.
 """
 
 import logging
@@ -25,7 +25,8 @@ from eagleray.platform.errors import DeadlineExceededError, ServiceError
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TEMP = 30
+# Ray puts sockets of up to 88 characters below it; the system allows 107.
+_LONGEST_TEMP = 16
 _PREFIX = "eagleray-"
 _PRIVATE_NOTE = "private"
 _POLL_S = 0.1
@@ -148,7 +149,7 @@ class Head:
 
 
 def new_folder() -> Path:
-    """A new folder of mode 0700 with a name short enough for unix sockets inside it."""
+    """A new folder that nobody else may enter, short enough for Ray's unix sockets inside it."""
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
 
 

@@ -72,7 +72,7 @@ def start_command(options: HeadOptions, folder: Path) -> list[str]:
     """The `ray start` that makes a head."""
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        f"--temp-dir={folder}",
+        f"--temp-dir={folder / 'r'}",
         f"--node-ip-address={HOST}",
         f"--port={options.gcs_port}",
         "--include-dashboard=true",
