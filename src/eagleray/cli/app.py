@@ -3,7 +3,7 @@
 import typer
 
 from eagleray import __version__
-from eagleray.cli import cluster, jobs, models, project, train, tune
+from eagleray.cli import cluster, data, jobs, models, project, serve, train, tune
 from eagleray.cli.console import console, run_app
 
 app = typer.Typer(
@@ -15,7 +15,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (project, cluster, train, tune, models, jobs):
+for group in (project, cluster, data, tune, train, models, serve, jobs):
     group.register(app)
 
 
