@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -51,9 +51,11 @@ class Jobs:
         interpreter: str = "python",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._dashboard, self._records = dashboard, records
-        self._interpreter, self._clock, self._sleep = interpreter, clock, sleep
+        self._interpreter, self._clock = interpreter, clock
+        self._sleep, self._pause = sleep, pause
 
     @property
     def url(self) -> str:
@@ -172,7 +174,7 @@ class Jobs:
                     failures = 0
                 if self.get(job_id).status.is_terminal:
                     return
-                await asyncio.sleep(_POLL_S)
+                await self._pause(_POLL_S)
             except (aiohttp.ClientError, TimeoutError, ServiceError) as error:
                 failures += 1
                 if failures > _RECONNECTS:
@@ -180,7 +182,7 @@ class Jobs:
                         f"the connection to job {job_id} was lost: {error}",
                         f"the job may still run; come back with: eagleray logs -f {job_id}",
                     ) from error
-                await asyncio.sleep(min(_LONGEST_BACKOFF_S, 0.2 * 2**failures))
+                await self._pause(min(_LONGEST_BACKOFF_S, 0.2 * 2**failures))
 
     def stop_all(self, timeout_s: float = STOP_TIMEOUT_S) -> list[Job]:
         """End every job that runs, and keep the logs of all: the cluster is about to go.

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from eagleray.cli.app import app
 from eagleray.platform.cluster import (
     ClusterRecord,
     ClusterState,
@@ -313,3 +315,27 @@ def descriptors(pid: int) -> list[str]:
         return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return []
+
+
+def verb(loaded: LoadedConfig, *words: str) -> str:
+    """What a verb prints; it must succeed."""
+    result = CliRunner().invoke(app, [words[0], "--config", str(loaded.root), *words[1:]])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout
+
+
+def test_the_verbs_work_from_submit_to_stop(loaded: LoadedConfig, cluster: ClusterState) -> None:
+    assert "already running" in verb(loaded, "up")
+    assert json.loads(verb(loaded, "up", "--json"))["mark"] == cluster.mark
+    assert cluster.address in verb(loaded, "down", "--dry-run")
+    told = verb(loaded, "status")
+    assert cluster.address in told
+    assert "ray 2." in told
+    assert f"export RAY_AUTH_TOKEN_PATH={cluster.token_file}" in verb(loaded, "status", "--env")
+    job = json.loads(verb(loaded, "submit", "--json", "--", "version"))
+    followed = verb(loaded, "logs", "-f", job["job_id"])
+    assert "eagleray " in followed
+    assert f"{job['job_id']}: finished" in followed
+    assert job["job_id"] in verb(loaded, "ps")
+    assert "eagleray " in verb(loaded, "logs", job["job_id"])
+    assert "finished" in verb(loaded, "stop", job["job_id"])
