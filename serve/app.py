@@ -6,7 +6,6 @@ Created by Ray Serve's controller, which restarts replicas that die or whose hea
 replica holds no state that lasts: requests in it are lost with it, and their clients see an error.
 """
 
-import asyncio
 import logging
 from collections.abc import Mapping
 
@@ -16,8 +15,9 @@ from ray import serve
 from eagleray.platform.config import load_config
 from eagleray.platform.errors import UsageError
 from eagleray.serve.api.openai import create_app
-from eagleray.serve.backend import ServingSpec, key_store, limit_threads, open_model, resolve
+from eagleray.serve.backend import key_store, limit_threads, open_model
 from eagleray.serve.engine.refusals import EngineStoppedError
+from eagleray.serve.spec import ServingSpec, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,6 @@ class ModelServer:
         """
         if not self._model.engine.is_healthy:
             raise EngineStoppedError(f"the engine of {self._spec.name} has stopped")
-
-    async def __del__(self) -> None:
-        # Serve has stopped routing here and waited for what was under way.
-        await asyncio.to_thread(self._model.engine.shutdown)
 
 
 def application(spec: ServingSpec) -> serve.Application:

@@ -1,69 +1,23 @@
-"""From a name to a running engine: which model, from where, with what memory.
+"""From a model's spec to a running engine, in the process that serves it."""
 
-`ServingSpec` is plain data and crosses to the replica; `open_model` turns it into an engine there.
-"""
-
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from eagleray.platform.artifact import verify_artifact
-from eagleray.platform.config import LoadedConfig, ServeConfig
+from eagleray.platform.config import ServeConfig
 from eagleray.platform.model import hf_layout
 from eagleray.platform.model.text import ModelText
-from eagleray.platform.registry import Registry
 from eagleray.platform.storage import Storage
 from eagleray.serve.api.keys import KeyStore
-from eagleray.serve.api.openai import ServedModel
+from eagleray.serve.api.served_model import ServedModel
 from eagleray.serve.engine.block_pool import BlockPool
 from eagleray.serve.engine.engine import Engine
 from eagleray.serve.engine.kv_cache import KVCache, num_blocks_within
 from eagleray.serve.engine.limits import RequestLimits
 from eagleray.serve.engine.model_runner import ModelRunner
 from eagleray.serve.engine.scheduler import Scheduler, SchedulerLimits
-
-
-@dataclass(frozen=True)
-class ServingSpec:
-    """Which model to serve, and how.
-
-    Attributes:
-        name, version: Of the registered model.
-        record: Digest of its ledger record, sent with every answer.
-        artifact: Digest of the folder that holds it.
-        created_s: When it was registered.
-        storage: The storage folder; every node sees the same one.
-        config: The `serve` section.
-    """
-
-    name: str
-    version: int
-    record: str
-    artifact: str
-    created_s: float
-    storage: str
-    config: ServeConfig
-
-
-def resolve(loaded: LoadedConfig, model: str | None = None) -> ServingSpec:
-    """The model that a spec means now: the argument, else `serve.model`, else the project's own.
-
-    Raises:
-        NotFoundError: There is no such model; the message lists those there are.
-    """
-    config = loaded.config
-    wanted = model or config.serve.model or config.train.register_as or config.name
-    found = Registry(Storage(loaded.storage_path)).resolve(wanted)
-    return ServingSpec(
-        name=found.name,
-        version=found.version,
-        record=found.record,
-        artifact=found.artifact,
-        created_s=found.created_s,
-        storage=str(loaded.storage_path),
-        config=config.serve,
-    )
+from eagleray.serve.spec import ServingSpec
 
 
 def open_model(spec: ServingSpec) -> ServedModel:

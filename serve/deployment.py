@@ -4,30 +4,22 @@ The caller is connected to the cluster already. What is deployed stays when the 
 Serve's controller keeps it.
 """
 
-import ipaddress
 import logging
-import socket
 import time
 from dataclasses import dataclass
 
-import httpx
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from eagleray.platform.config import LoadedConfig, ServeConfig
-from eagleray.platform.errors import (
-    DeadlineExceededError,
-    InfeasibleError,
-    PortInUseError,
-    ServiceError,
-    UsageError,
-)
+from eagleray.platform.errors import DeadlineExceededError, InfeasibleError, ServiceError
 from eagleray.platform.storage import Storage
+from eagleray.serve.address import base_url, check_exposure, check_port, served_digest
 from eagleray.serve.api.keys import KeyStore
 from eagleray.serve.app import application
-from eagleray.serve.backend import resolve
+from eagleray.serve.spec import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +27,6 @@ APPLICATION = "eagleray"
 _READY_TIMEOUT_S = 300.0
 _ANSWER_TIMEOUT_S = 30.0
 _POLL_S = 0.5
-_PROBE_TIMEOUT_S = 5.0
 # The proxy cuts a request off only after the engine should have ended it.
 _PROXY_GRACE_S = 30.0
 
@@ -76,11 +67,12 @@ def deploy(
     """
     spec = resolve(loaded, model)
     config = spec.config
-    _check_exposure(config)
+    check_exposure(config)
     _check_capacity(config)
-    is_running = bool(serve.status().proxies)
-    if not is_running:
-        _check_port(config)
+    # Its announcements are ours to make.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if not serve.status().proxies:
+        check_port(config, may_be_ours=False)
         options = HTTPOptions(
             host=config.host,
             port=config.port,
@@ -92,20 +84,18 @@ def deploy(
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-    endpoint = Endpoint(
-        f"http://{_bracketed(config.host)}:{config.port}",
-        f"{spec.name}@{spec.version}",
-        spec.record,
-    )
-    _await_ready(endpoint, time.monotonic() + timeout_s, timeout_s)
+    endpoint = Endpoint(base_url(config), f"{spec.name}@{spec.version}", spec.record)
+    _await_ready(endpoint, timeout_s)
     logger.info("deployed model=%s url=%s", endpoint.model, endpoint.url)
     return endpoint
 
 
 def undeploy() -> None:
     """Take the model off; Ray Serve stops too if it has nothing else to do."""
-    serve.delete(APPLICATION)
-    if not serve.status().applications:
+    if APPLICATION in serve.status().applications:
+        serve.delete(APPLICATION)
+    status = serve.status()
+    if status.proxies and not status.applications:
         serve.shutdown()  # type: ignore[no-untyped-call]  # Ray leaves it unannotated
 
 
@@ -120,20 +110,6 @@ def first_key(loaded: LoadedConfig) -> str | None:
     return keys.create("first")
 
 
-def _check_exposure(config: ServeConfig) -> None:
-    if config.require_key or config.host == "localhost":
-        return
-    try:
-        is_loopback = ipaddress.ip_address(config.host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise UsageError(
-            f"serve.require_key is off and serve.host {config.host} is reachable from elsewhere",
-            "set serve.host to 127.0.0.1, or serve.require_key to true",
-        )
-
-
 def _check_capacity(config: ServeConfig) -> None:
     needed = config.num_replicas * config.cpus_per_replica
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray leaves it unannotated
@@ -146,31 +122,10 @@ def _check_capacity(config: ServeConfig) -> None:
         )
 
 
-def _check_port(config: ServeConfig) -> None:
-    if not _is_bindable(config.host, config.port):
-        raise PortInUseError(
-            f"something else listens on {config.host}:{config.port}",
-            "stop it, or choose another with serve.port=8001",
-        )
-
-
-def _is_bindable(host: str, port: int) -> bool:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As servers do, so that a port in TIME_WAIT counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def _await_ready(endpoint: Endpoint, deadline_s: float, timeout_s: float) -> None:
+def _await_ready(endpoint: Endpoint, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    answers_by_s = None
     state = "not started"
-    running_since_s = None
     while time.monotonic() < deadline_s:
         status = serve.status()
         state = _state(status)
@@ -181,10 +136,10 @@ def _await_ready(endpoint: Endpoint, deadline_s: float, timeout_s: float) -> Non
                 "see the replica's log in the Ray dashboard",
             )
         if found and found.status == ApplicationStatus.RUNNING:
-            running_since_s = running_since_s or time.monotonic()
-            if _answers(endpoint):
+            answers_by_s = answers_by_s or time.monotonic() + _ANSWER_TIMEOUT_S
+            if served_digest(endpoint.url) == endpoint.digest:
                 return
-            if time.monotonic() > running_since_s + _ANSWER_TIMEOUT_S:
+            if time.monotonic() > answers_by_s:
                 raise ServiceError(
                     f"{endpoint.model} runs, but {endpoint.url} does not lead to it: Ray Serve was "
                     "started earlier with another address",
@@ -193,16 +148,8 @@ def _await_ready(endpoint: Endpoint, deadline_s: float, timeout_s: float) -> Non
         time.sleep(_POLL_S)
     raise DeadlineExceededError(
         f"{endpoint.model} does not answer at {endpoint.url} after {timeout_s:g} s: {state}",
-        "see `eagleray ps` for what holds the cluster's CPUs, and the replica's log",
+        "see what holds the cluster's CPUs, and the replica's log in the Ray dashboard",
     )
-
-
-def _answers(endpoint: Endpoint) -> bool:
-    try:
-        answer = httpx.get(f"{endpoint.url}/readyz", timeout=_PROBE_TIMEOUT_S, trust_env=False)
-    except httpx.TransportError:
-        return False
-    return answer.status_code == 200 and answer.headers.get("x-model-digest") == endpoint.digest
 
 
 def _state(status: ServeStatus) -> str:
@@ -211,7 +158,3 @@ def _state(status: ServeStatus) -> str:
         return "unknown to Ray Serve"
     messages = [found.message, *(part.message for part in found.deployments.values())]
     return " ".join([found.status, *(message.strip() for message in messages if message)])
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -11,8 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -28,58 +27,13 @@ from eagleray.serve.api.limits import read_json
 from eagleray.serve.api.metrics import ServeMetrics
 from eagleray.serve.api.parsing import GenerationRequest, parse_chat, parse_completion
 from eagleray.serve.api.refusal import ApiError, as_api_error
-from eagleray.serve.engine.engine import Engine
+from eagleray.serve.api.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DIGEST_HEADER = "x-model-digest"
-
-
-class ServedText(Protocol):
-    """The text side of a model; see `platform.model.text.ModelText`."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text."""
-        ...
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What one application serves.
-
-    Attributes:
-        name, version: `model` of a request is `name` or `name@version`.
-        digest: Of the model's record; sent with every answer.
-        created_s: When the model was registered.
-        engine: Generates; running.
-        text: Its tokenizer and chat template.
-        timeout_s: Longest life of a request.
-        max_body_bytes: Largest body that is read.
-    """
-
-    name: str
-    version: int
-    digest: str
-    created_s: float
-    engine: Engine
-    text: ServedText
-    timeout_s: float
-    max_body_bytes: int
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What a request may call it."""
-        return self.name, f"{self.name}@{self.version}"
 
 
 def create_app(

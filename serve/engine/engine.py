@@ -27,7 +27,7 @@ from eagleray.platform.errors import DeadlineExceededError
 from eagleray.serve.engine.detokenizer import OutputPiece, OutputText, TokenBytes
 from eagleray.serve.engine.limits import RequestLimits
 from eagleray.serve.engine.model_runner import Runner
-from eagleray.serve.engine.refusals import EngineStoppedError
+from eagleray.serve.engine.refusals import EngineStoppedError, InvalidRequestError
 from eagleray.serve.engine.request import FinishReason, Request
 from eagleray.serve.engine.sampled_token import SampledToken
 from eagleray.serve.engine.sampling import sample
@@ -141,6 +141,14 @@ class Engine:
             QueueFullError: There is no place for all of them.
             EngineStoppedError: The engine takes no more requests.
         """
+        places = self._scheduler.limits.max_running + self._scheduler.limits.max_queued
+        if len(prompts) * params.n > places:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts with n {params.n} are {len(prompts) * params.n} "
+                f"completions; this server holds {places} in all",
+                "send fewer at once",
+                "n" if params.n > places else "prompt",
+            )
         lengths = [self.limits.check(prompt, params) for prompt in prompts]
         now_s = self._clock()
         deadline_s = now_s + min(timeout_s or self._timeout_s, self._timeout_s)

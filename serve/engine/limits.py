@@ -37,13 +37,6 @@ class RequestLimits:
             raise InvalidRequestError(
                 "the prompt has no tokens; at least 1 is needed", "send some text", "prompt"
             )
-        for token in prompt:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token} is outside the vocabulary [0, {self.vocab_size})",
-                    "send ids of this model's tokenizer",
-                    "prompt",
-                )
         room = min(self.context_tokens, self.pool_tokens) - len(prompt)
         if room < 1:
             raise InvalidRequestError(
@@ -52,6 +45,13 @@ class RequestLimits:
                 "shorten the prompt",
                 "prompt",
             )
+        for token in prompt:
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(
+                    f"token id {token} is outside the vocabulary [0, {self.vocab_size})",
+                    "send ids of this model's tokenizer",
+                    "prompt",
+                )
         if params.max_tokens is None:
             return min(room, self.max_new_tokens)
         if params.max_tokens > self.max_new_tokens:

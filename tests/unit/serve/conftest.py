@@ -12,7 +12,8 @@ import httpx
 import pytest
 import torch
 
-from eagleray.serve.api.openai import ServedModel, create_app
+from eagleray.serve.api.openai import create_app
+from eagleray.serve.api.served_model import ServedModel
 from eagleray.serve.engine import (
     BlockPool,
     Chunk,

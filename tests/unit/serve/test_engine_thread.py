@@ -108,6 +108,17 @@ def test_what_can_never_be_served_is_refused_at_once_naming_the_limit(
     assert not rig.scheduler.has_work
 
 
+def test_more_completions_than_the_server_ever_holds_are_refused_for_good(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(max_running=2, max_queued=1)
+    with pytest.raises(InvalidRequestError, match="holds 3") as caught:
+        rig.engine.submit([[1]], SamplingParams(n=4))
+    assert caught.value.param == "n"
+    with pytest.raises(InvalidRequestError, match="4 prompts"):
+        rig.engine.submit([[1]] * 4, SamplingParams())
+
+
 def test_a_prompt_larger_than_the_pool_is_refused_naming_the_pool(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=4, block_tokens=4)
     with pytest.raises(InvalidRequestError, match="KV pool of 16"):

@@ -174,7 +174,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 @given(ARRIVALS, st.integers(1, 4), st.integers(0, 8), st.integers(1, 6), st.integers(0, 12))
 def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
     cache_model: Any,
