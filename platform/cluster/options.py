@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagleray.platform.cluster import guard
+from eagleray.platform.cluster import guard, start
 from eagleray.platform.cluster.ports import HOST, free_ports
 from eagleray.platform.cluster.versions import VERSION_LABEL, Versions
 from eagleray.platform.config import ClusterConfig
@@ -37,6 +37,7 @@ _FOREIGN_VARIABLES = (
     "RAY_AUTH_TOKEN",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
     "RAY_NAMESPACE",
+    "RAY_START_HOOK",
 )
 _USUAL_DASHBOARD_PORT = 8265
 
@@ -71,7 +72,8 @@ class HeadOptions:
 def start_command(options: HeadOptions, folder: Path) -> list[str]:
     """The `ray start` that makes a head."""
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        # -P: the modules beside start.py must not be found as top-level ones.
+        *(sys.executable, "-P", start.__file__, "start", "--head", "--block"),
         f"--temp-dir={folder / 'r'}",
         f"--node-ip-address={HOST}",
         f"--port={options.gcs_port}",
@@ -118,7 +120,6 @@ def start_environment(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "DASHBOARD_METRIC_PORT": str(options.dashboard_metrics_port),
-        "RAY_START_HOOK": "eagleray.platform.cluster.start_hook.configure",
         guard.MARK_VARIABLE: mark,
     }
 

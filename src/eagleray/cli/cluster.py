@@ -137,12 +137,15 @@ def _show(found: Any) -> None:
         ["address", state.address],
         ["dashboard", state.dashboard_url],
         ["token", state.token_file],
+        ["folder", state.folder],
         ["versions", versions],
         ["started", f"{up_for} ago"],
         ["nodes", len(found.nodes)],
         *_resource_rows(found),
     ]
-    console.print(table("", ["", ""], rows))
+    made = table("", ["", ""], rows)
+    made.show_header = False
+    console.print(made)
 
 
 def _resource_rows(found: Any) -> list[list[Any]]:

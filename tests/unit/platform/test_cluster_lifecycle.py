@@ -24,6 +24,12 @@ def loaded(tmp_path: Path) -> LoadedConfig:
     return load_config(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def _unattached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may be attached to a cluster of theirs."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
 @pytest.fixture
 def record(loaded: LoadedConfig) -> ClusterRecord:
     return ClusterRecord(Storage(loaded.storage_path))
@@ -96,9 +102,7 @@ def test_a_cluster_of_another_machine_is_never_touched_from_here(
 def test_more_than_this_machine_may_offer_is_refused_before_anything_starts(
     loaded: LoadedConfig,
 ) -> None:
-    small = dataclasses.replace(
-        loaded, config=load_config(loaded.root, ["cluster.num_cpus=2"]).config
-    )
+    small = load_config(loaded.root, ["cluster.num_cpus=2"])
     with pytest.raises(InfeasibleError, match="3 CPU"), cluster.session(small, need_cpus=3):
         raise AssertionError("a cluster was started")
 

@@ -14,7 +14,7 @@ from eagleray.platform.cluster.options import (
     start_command,
     start_environment,
 )
-from eagleray.platform.cluster.start_hook import configure
+from eagleray.platform.cluster.start import configure
 from eagleray.platform.config import ClusterConfig
 
 OPTIONS = HeadOptions(

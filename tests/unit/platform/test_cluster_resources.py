@@ -1,4 +1,4 @@
-"""Feasibility: what can never be placed is refused with figures, what may fit later is waited for."""
+"""Feasibility: the impossible is refused with figures, what may fit later is waited for."""
 
 from collections.abc import Callable
 

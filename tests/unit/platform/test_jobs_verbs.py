@@ -51,7 +51,7 @@ def test_a_dry_submission_tells_people_the_totals(project: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["trian"], "did you mean train?"),
+        (["trayn"], "did you mean train?"),
         (["train", "train.stepz=1"], "did you mean `train.steps`"),
         (["--", "--json"], "no verb"),
     ],
