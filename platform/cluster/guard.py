@@ -151,13 +151,13 @@ def _watch(command: int, owner: int, woken: int) -> bool:
         ready, _, _ = select.select(sources, [], [], _POLL_S)
         if woken in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(woken, 4096)):
             return False
-        if command in reap():
-            return not owned
         if sys.stdin.fileno() in ready:
             line = os.read(sys.stdin.fileno(), len(DETACH))
             if line != DETACH:
                 return False
             owned = False
+        if command in reap():
+            return not owned
         # A forked child of the owner may hold the pipe open, so the parent is looked at too.
         if owned and os.getppid() != owner:
             return False

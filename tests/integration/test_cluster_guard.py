@@ -102,7 +102,8 @@ def test_an_owner_that_goes_takes_everything_with_it(start_guard: Start, folder:
 def test_a_detached_cluster_outlives_its_owner_until_it_is_told_to_end(
     start_guard: Start, folder: Path, mark: str
 ) -> None:
-    process = start_guard("sleep", "300")
+    process = start_guard(sys.executable, "-c", f"{STRAY}; import signal; signal.pause()")
+    assert is_alive(int(spoken(process)))
     ticks = guard.start_ticks(process.pid)
     assert ticks is not None
     detach(process)
@@ -117,10 +118,12 @@ def test_a_detached_cluster_outlives_its_owner_until_it_is_told_to_end(
 def test_a_command_that_dies_by_itself_leaves_its_folder_for_its_logs(
     start_guard: Start, folder: Path, until: Callable[..., None], mark: str
 ) -> None:
-    process = start_guard(sys.executable, "-c", f"{STRAY}; import os; os._exit(1)")
+    process = start_guard(sys.executable, "-c", f"{STRAY}; import signal; signal.pause()")
     stray = int(spoken(process))
     detach(process)
-    process.wait(10)
+    (command,) = guard.family(mark) - {process.pid, stray}
+    os.kill(command, signal.SIGKILL)
+    process.wait(20)
     assert not is_alive(stray)
     assert folder.exists()
 
@@ -149,7 +152,8 @@ def test_shared_memory_that_nobody_else_maps_is_freed(start_guard: Start, mark: 
 def test_processes_without_the_mark_are_never_touched(start_guard: Start, mark: str) -> None:
     bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
     try:
-        process = start_guard("sleep", "300")
+        process = start_guard(sys.executable, "-c", f"{STRAY}; import signal; signal.pause()")
+        spoken(process)
         process.terminate()
         process.wait(10)
         assert guard.end_family(mark) == set()
