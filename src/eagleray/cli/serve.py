@@ -1,6 +1,7 @@
 """Verbs of the endpoint: serve, deploy, chat, keys."""
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -55,7 +56,6 @@ def serve(arguments: ModelAndOverrides = None, config: ConfigOption = Path(CONFI
     Example: eagleray serve my-model@prod serve.port=8001
     """
     model, project = _asked(arguments, config)
-    from eagleray.platform.cluster import session
     from eagleray.serve.address import check_exposure, check_port
     from eagleray.serve.spec import resolve
 
@@ -65,6 +65,8 @@ def serve(arguments: ModelAndOverrides = None, config: ConfigOption = Path(CONFI
     spec = resolve(project.loaded, model)
     console.print(f"starting {spec.name}@{spec.version}", markup=False)
     needed = settings.num_replicas * settings.cpus_per_replica
+    from eagleray.platform.cluster import session
+
     with session(project.loaded, need_cpus=needed) as cluster:
         from eagleray.serve.deployment import deploy as put_on
         from eagleray.serve.deployment import first_key, undeploy
@@ -91,14 +93,16 @@ def deploy(
     Example: eagleray deploy my-model@prod
     """
     model, project = _asked(arguments, config)
+    from eagleray.serve.spec import resolve
+
+    resolve(project.loaded, model)
+    if not _may_have_cluster(project):
+        raise _no_cluster()
     from eagleray.platform.cluster import session
 
     with session(project.loaded) as cluster:
         if cluster.is_private:
-            raise UsageError(
-                "no cluster is running, so nothing could stay deployed",
-                "start one with `eagleray up`, or serve in the foreground with `eagleray serve`",
-            )
+            raise _no_cluster()
         from eagleray.serve.deployment import deploy as put_on
         from eagleray.serve.deployment import first_key
 
@@ -196,6 +200,23 @@ def _asked(arguments: list[str] | None, config: Path) -> tuple[str | None, Proje
         raise UsageError(f"{len(models)} models were named: {', '.join(models)}", "name one")
     project = Project.load(config, [word for word in words if "=" in word])
     return (models[0] if models else None), project
+
+
+def _may_have_cluster(project: Project) -> bool:
+    """Whether `session` may find a cluster: to start a private one only to refuse takes long."""
+    from eagleray.platform.cluster import status
+
+    # A job of a cluster finds it by this variable, which Ray sets for it.
+    if project.config.cluster.address is not None or "RAY_ADDRESS" in os.environ:
+        return True
+    return status(project.loaded).phase not in ("none", "dead")
+
+
+def _no_cluster() -> UsageError:
+    return UsageError(
+        "no cluster is running, so nothing could stay deployed",
+        "start one with `eagleray up`, or serve in the foreground with `eagleray serve`",
+    )
 
 
 def _announce(project: Project, endpoint: "Endpoint", key: str | None) -> None:

@@ -26,7 +26,7 @@ from eagleray.serve.api.openai import create_app
 from eagleray.serve.backend import key_store, open_model
 from eagleray.serve.spec import resolve
 
-TEXT = "the quick brown fox jumps over the lazy dog \u6771\u4eac \U0001f44d caf\u00e9 "
+TEXT = "the quick brown fox jumps over the lazy dog \u6771\u4eac \U0001f44d d\u00e9j\u00e0 "
 SERVE = {
     "max_running": 4, "max_queued": 12, "kv_cache_bytes": "8MB", "step_tokens": 64,
     "num_threads": 1, "max_body_bytes": 100_000, "cpus_per_replica": 0.5,

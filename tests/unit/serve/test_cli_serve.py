@@ -1,4 +1,5 @@
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from eagleray.cli import serve
-from eagleray.platform.errors import NotFoundError, UsageError
+from eagleray.platform.errors import NotFoundError, PortInUseError, UsageError
+from eagleray.platform.registry import Registry
 from eagleray.platform.storage import Storage
 from eagleray.serve import client as client_module
 from eagleray.serve.api.keys import KeyStore
@@ -55,9 +57,27 @@ def test_only_one_model_can_be_named(run: Run) -> None:
         run("serve", "a", "b", "serve.port=8001")
 
 
-def test_an_unknown_model_is_refused_before_a_cluster_is_started(run: Run) -> None:
+@pytest.mark.parametrize("verb", ["serve", "deploy"])
+def test_an_unknown_model_is_refused_before_a_cluster_is_started(run: Run, verb: str) -> None:
     with pytest.raises(NotFoundError, match="tiny"):
-        run("serve")
+        run(verb)
+
+
+def test_deploying_without_a_cluster_is_refused_before_one_is_started(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    Registry(Storage(tmp_path / ".eagleray")).register("tiny", "r" * 64, "a" * 64, {})
+    with pytest.raises(UsageError, match="eagleray up"):
+        run("deploy")
+
+
+def test_a_taken_port_is_refused_before_a_cluster_is_started(run: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=str(port)):
+            run("serve", f"serve.port={port}")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from eagleray.serve.engine.detokenizer import OutputText, StopMatcher
 from eagleray.serve.engine.sampled_token import TokenLogprob
 
 SAMPLE = (
-    "na\u00efve caf\u00e9 \u6771\u4eac\u90fd "
+    "na\u00efve d\u00e9j\u00e0 \u6771\u4eac\u90fd "
     "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 e\u0301 "
     "\u043e\u043a \ud55c\uad6d\uc5b4 \U0001f1ef\U0001f1f5 end"
 )

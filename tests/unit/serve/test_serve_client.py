@@ -40,7 +40,7 @@ def test_an_answer_comes_piece_by_piece() -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append((json.loads(request.content), request.headers["authorization"]))
-        return sse(chunk("Hel"), chunk("lo"), chunk(None), {"choices": []})
+        return sse(chunk("He"), chunk("llo"), chunk(None), {"choices": []})
 
     with client(answer) as chat:
         assert "".join(chat.chat("tiny", SAY, temperature=0)) == "Hello"

