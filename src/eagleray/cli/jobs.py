@@ -132,6 +132,7 @@ def logs(
     from eagleray.platform.jobs import JobRecords
 
     loaded = load_config(config)
+    _refuse_run(loaded, job_id)
     try:
         with _jobs(loaded, address) as jobs:
             if follow:
@@ -161,6 +162,7 @@ def stop(
     Example: eagleray stop train-7f3k2p
     """
     loaded = load_config(config)
+    _refuse_run(loaded, job_id)
     with _jobs(loaded, address) as jobs:
         job = jobs.stop(job_id)
     emit(
@@ -213,6 +215,18 @@ def _dashboard_of(address: str) -> Any:
             f"the cluster at {address} has no dashboard", "start its head with the dashboard on"
         )
     return Dashboard(url, token)
+
+
+def _refuse_run(loaded: LoadedConfig, run_id: str) -> None:
+    """Tell a run from a job: `ps` lists both, and only a job has a log and can be stopped."""
+    from eagleray.platform.runs import RunStore
+
+    with contextlib.suppress(NotFoundError):
+        state = RunStore(Storage(loaded.storage_path)).state(run_id)
+        raise UsageError(
+            f"{run_id} is a {state.kind} run ({state.status}), not a job",
+            "a run ends with the job or terminal that it runs in; go on with `eagleray resume`",
+        )
 
 
 def _check_verb(context: typer.Context, verb: str) -> None:

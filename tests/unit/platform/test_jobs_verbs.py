@@ -108,6 +108,14 @@ def test_a_job_whose_cluster_is_gone_is_listed_as_lost_and_another_clusters_is_n
     assert statuses == {"ours": "lost", "theirs": "running"}
 
 
+@pytest.mark.parametrize("verb", ["logs", "stop"])
+def test_a_run_is_told_apart_from_a_job(project: Path, storage: Storage, verb: str) -> None:
+    run_id = RunStore(storage).create("test", "train", {}, steps=7)
+    result = run(project, verb, run_id)
+    assert isinstance(result.exception, UsageError)
+    assert f"{run_id} is a train run (pending), not a job" in result.exception.what
+
+
 def test_logs_outlive_the_cluster(project: Path, records: JobRecords) -> None:
     records.save(Job("train-abc", JobStatus.FINISHED, "eagleray train", 10.0))
     records.keep_log("train-abc", "step 1\n")
