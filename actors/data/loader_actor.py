@@ -20,8 +20,10 @@ from eagleray.actors.cache.evictor_actor import EvictorClient
 from eagleray.actors.data.dataset import Dataset, Split
 from eagleray.actors.data.loader import Batch, Loader, LoaderStats
 from eagleray.actors.rpc import call
+from eagleray.actors.telemetry import RaySink, TotalsMeter
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.storage import Storage
+from eagleray.platform.telemetry import CACHE_LOOKUPS, DATA_BATCHES, DATA_READ, DATA_WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class LoaderServer:
 
     def __init__(self, spec: LoaderSpec) -> None:
         self._spec = spec
+        self._meter = TotalsMeter(RaySink())
 
     @cached_property
     def _loader(self) -> Loader:
@@ -70,7 +73,9 @@ class LoaderServer:
 
     def batch(self, step: int, rank: int, world_size: int) -> Batch:
         """One rank's part of a step's batch; the whole is read once for all ranks."""
-        return self._loader.batch(step).slice_for_rank(rank, world_size)
+        batch = self._loader.batch(step).slice_for_rank(rank, world_size)
+        self._measure(self._loader.stats())
+        return batch
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
         """One rank's part of a batch of held-out samples."""
@@ -79,6 +84,15 @@ class LoaderServer:
     def stats(self) -> LoaderStats:
         """Figures since this process started."""
         return self._loader.stats()
+
+    def _measure(self, stats: LoaderStats) -> None:
+        meter = self._meter
+        meter.reach(DATA_BATCHES, stats.ready, ready="yes")
+        meter.reach(DATA_BATCHES, stats.batches - stats.ready, ready="no")
+        meter.reach(DATA_WAIT, stats.wait_s)
+        meter.reach(DATA_READ, stats.read_s)
+        meter.reach(CACHE_LOOKUPS, stats.cache_hits, result="hit")
+        meter.reach(CACHE_LOOKUPS, stats.cache_misses, result="miss")
 
 
 def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | None = None) -> Any:

@@ -12,6 +12,19 @@ from typing import Any
 
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.runs import RunStatus, RunStore
+from eagleray.platform.telemetry import (
+    TRAIN_EVAL_LOSS,
+    TRAIN_FAULTS,
+    TRAIN_LOSS,
+    TRAIN_MFU,
+    TRAIN_RESTARTS,
+    TRAIN_SPENT,
+    TRAIN_STEP,
+    TRAIN_THROUGHPUT,
+    TRAIN_WORKERS,
+    NullSink,
+    Sink,
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +78,18 @@ class RunRecorder:
         runs: Where the record is kept.
         run_id: The run.
         clock: Seconds since the epoch.
+        sink: Where its metrics go; None: nowhere.
     """
 
-    def __init__(self, runs: RunStore, run_id: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        runs: RunStore,
+        run_id: str,
+        clock: Callable[[], float] = time.time,
+        sink: Sink | None = None,
+    ) -> None:
         self._runs, self._run_id, self._clock = runs, run_id, clock
+        self._sink = sink or NullSink()
         self._memory = _Memory()
         for event in runs.events(run_id):
             if event["event"] == "attempt":
@@ -86,6 +107,8 @@ class RunRecorder:
             self._runs.add_event(
                 self._run_id, "attempt", attempt=memory.attempt, world_size=world_size, token=token
             )
+            self._sink.set(TRAIN_WORKERS, world_size, run=self._run_id)
+            self._sink.add(TRAIN_RESTARTS, float(memory.attempt > 1), run=self._run_id)
         self._runs.update(self._run_id, status=RunStatus.RUNNING)
         return memory.attempt
 
@@ -107,6 +130,7 @@ class RunRecorder:
             self._remember(row, now)
             self._runs.add_metrics(self._run_id, {**asdict(row), "time_s": now})
             self._runs.update(self._run_id, step=row.step)
+            self._measure(row)
         return self._memory.stop_reason
 
     def fault(self, message: str, ranks: list[int]) -> None:
@@ -114,6 +138,7 @@ class RunRecorder:
         self._runs.add_event(
             self._run_id, "fault", attempt=self._memory.attempt, ranks=ranks, message=message
         )
+        self._sink.add(TRAIN_FAULTS, run=self._run_id)
 
     def fail(self, fatal: Fatal) -> None:
         """Note a failure that no retry can mend; the first one counts."""
@@ -144,3 +169,14 @@ class RunRecorder:
     def _remember(self, row: StepRow, time_s: float) -> None:
         self._memory.rows.append(row)
         self._memory.first_row_at.setdefault(row.attempt, time_s)
+
+    def _measure(self, row: StepRow) -> None:
+        sink, run = self._sink, self._run_id
+        sink.set(TRAIN_LOSS, row.loss, run=run)
+        sink.set(TRAIN_THROUGHPUT, row.tokens_per_s, run=run)
+        sink.set(TRAIN_MFU, row.mfu, run=run)
+        sink.set(TRAIN_STEP, row.step, run=run)
+        if row.eval_loss is not None:
+            sink.set(TRAIN_EVAL_LOSS, row.eval_loss, run=run)
+        for part in ("data", "compute", "communication", "checkpoint", "eval"):
+            sink.add(TRAIN_SPENT, getattr(row, f"{part}_s"), run=run, part=part)

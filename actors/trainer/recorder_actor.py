@@ -8,10 +8,12 @@ from typing import Any
 import ray
 
 from eagleray.actors.rpc import call
+from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.recorder import RunRecorder, WorkerInfo
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.runs import RunStore
 from eagleray.platform.storage import Storage
+from eagleray.platform.telemetry import bind_log_context
 
 CALL_TIMEOUT_S = 60.0
 # Every method bears repetition, so calls under way when the process dies are made again.
@@ -22,7 +24,7 @@ class _RecorderActor:
     """RunRecorder in a process of its own."""
 
     def __init__(self, storage: Storage, run_id: str) -> None:
-        self._recorder = RunRecorder(RunStore(storage), run_id)
+        self._recorder = RunRecorder(RunStore(storage), run_id, sink=RaySink())
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._recorder, method)(*args)
@@ -48,6 +50,7 @@ class RecorderClient:
         node_id = ray.get_runtime_context().get_node_id()
         info = WorkerInfo(rank, os.getpid(), socket.gethostname(), node_id)
         self.ask("join", attempt, info)
+        bind_log_context(rank=rank, attempt=attempt)
 
     def begin(self, rank: int, world_size: int) -> int:
         """Number the attempt; rank 0 alone calls it."""
@@ -57,6 +60,7 @@ class RecorderClient:
     def report(self, row: StepRow) -> str | None:
         """Keep a row; a reason if training is to stop."""
         reason: str | None = self.ask("report", row)
+        bind_log_context(step=row.step)
         return reason
 
     def ask(self, method: str, *args: Any) -> Any:

@@ -181,6 +181,7 @@ def _create_actors(
         create_store(storage, run_id, config.train.checkpoint),
         {node: create_loader(spec, node_id=node) for node in nodes},
         create_evictor(cache, redis_url, name=evictor) if cache and redis_url else None,
+        run_id,
     )
 
 

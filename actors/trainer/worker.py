@@ -21,6 +21,7 @@ from eagleray.actors.trainer.recorder import Fatal
 from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
 from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.errors import EagleRayError, ServiceError
+from eagleray.platform.telemetry import bind_log_context, configure_logging
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RunActors:
     loaders: Mapping[str, Any]
     """Node id -> the loader there."""
     evictor: Any = None
+    run_id: str = ""
 
 
 class LoaderSource:
@@ -75,6 +77,8 @@ def train_worker(config: dict[str, Any]) -> None:
     actors: RunActors = config["actors"]
     context = ray.train.get_context()
     seat = Seat(context.get_world_rank(), context.get_world_size())
+    configure_logging()
+    bind_log_context(run=actors.run_id, rank=seat.rank)
     recorder = RecorderClient(actors.recorder)
     node_id = ray.get_runtime_context().get_node_id()
     if recorder.ask("fatal") is not None:
