@@ -53,6 +53,7 @@ class HeadOptions:
     dashboard_port: int
     metrics_port: int
     dashboard_metrics_port: int
+    monitor_metrics_port: int
     is_lasting: bool
     """False for a cluster that lives for one command: it does without the autoscaler's monitor."""
     shows_logs: bool = True
@@ -66,6 +67,7 @@ class HeadOptions:
             self.dashboard_port,
             self.metrics_port,
             self.dashboard_metrics_port,
+            self.monitor_metrics_port,
         )
 
 
@@ -119,6 +121,8 @@ def start_environment(
         "PATH": os.pathsep.join([scripts, kept.get("PATH", os.defpath)]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
+        # Fixed ports by default, which two clusters on one machine cannot share.
+        "AUTOSCALER_METRIC_PORT": str(options.monitor_metrics_port),
         "DASHBOARD_METRIC_PORT": str(options.dashboard_metrics_port),
         guard.MARK_VARIABLE: mark,
     }
@@ -127,15 +131,16 @@ def start_environment(
 def new_options(cluster: ClusterConfig, *, is_lasting: bool, shows_logs: bool) -> HeadOptions:
     """Options with free ports; a lasting cluster gets Ray's usual dashboard port if it is free."""
     usual = _USUAL_DASHBOARD_PORT if is_lasting else None
-    gcs, dashboard, metrics, dashboard_metrics = free_ports([None, usual, None, None])
+    gcs, dashboard, *metrics = free_ports([None, usual, None, None, None])
     return HeadOptions(
         num_cpus=cluster.num_cpus,
         num_gpus=cluster.num_gpus,
         object_store_bytes=cluster.object_store_bytes,
         gcs_port=gcs,
         dashboard_port=dashboard,
-        metrics_port=metrics,
-        dashboard_metrics_port=dashboard_metrics,
+        metrics_port=metrics[0],
+        dashboard_metrics_port=metrics[1],
+        monitor_metrics_port=metrics[2],
         is_lasting=is_lasting,
         shows_logs=shows_logs,
     )

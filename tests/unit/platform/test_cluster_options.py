@@ -25,6 +25,7 @@ OPTIONS = HeadOptions(
     dashboard_port=20_001,
     metrics_port=20_002,
     dashboard_metrics_port=20_003,
+    monitor_metrics_port=20_004,
     is_lasting=True,
 )
 FOLDER, TOKEN = Path("/tmp/eagleray-test"), Path("/tmp/token")
@@ -86,7 +87,7 @@ def test_new_options_follow_the_configuration(is_lasting: bool) -> None:
     cluster = ClusterConfig(num_cpus=5, object_store_bytes=77_000_000)
     options = new_options(cluster, is_lasting=is_lasting, shows_logs=False)
     assert (options.num_cpus, options.object_store_bytes) == (5, 77_000_000)
-    assert len(set(options.ports)) == 4
+    assert len(set(options.ports)) == 5
 
 
 def test_the_hook_leaves_the_client_server_out_of_a_head_only() -> None:
