@@ -25,6 +25,7 @@ DEPLOYMENT = "model"
 _HEALTH_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 30.0
 _DRAIN_TIMEOUT_S = 20.0
+_STARTS = 2
 # Beyond its places a replica answers 429 at once, so it must be handed more than it can hold.
 _REFUSAL_PLACES = 256
 
@@ -70,6 +71,8 @@ def application(spec: ServingSpec) -> serve.Application:
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,
+        # What keeps a model from loading rarely goes away: its reason should be seen soon.
+        max_constructor_retry_count=_STARTS,
     )(ModelServer)
     return deployed.bind(spec)
 

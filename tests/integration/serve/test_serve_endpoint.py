@@ -7,11 +7,14 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
+from ray.serve.generated import serve_pb2, serve_pb2_grpc
 
 from eagleray.platform.config import LoadedConfig
 from eagleray.platform.storage import Storage
@@ -248,3 +251,38 @@ def test_a_deadline_is_answered_504(
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
+
+
+def replica_ports() -> set[int]:
+    """Ports of every interface that replicas on this machine listen on."""
+    listening = {}
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, port = fields[1].split(":")
+            if fields[3] == "0A" and set(address) == {"0"}:
+                listening[f"socket:[{fields[9]}]"] = int(port, 16)
+    ports = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes().startswith(b"ray::ServeReplica:eagleray"):
+                links = [str(link.readlink()) for link in (process / "fd").iterdir()]
+                ports |= {listening[link] for link in links if link in listening}
+    return ports
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_what_replicas_open_to_the_network_refuses_callers_without_the_clusters_token(
+    place: Place,
+) -> None:
+    # Ray Serve unpickles what it gets there: whoever may speak to it may run code.
+    codes = set()
+    for port in replica_ports():
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = serve_pb2_grpc.ASGIServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.HandleRequest(serve_pb2.ASGIRequest(), timeout=20)
+        codes.add(caught.value.code())
+    # A port of Ray itself does not know this service.
+    assert grpc.StatusCode.UNAUTHENTICATED in codes
+    assert codes <= {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
