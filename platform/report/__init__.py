@@ -1,0 +1,17 @@
+"""Reports: one self-contained HTML page for a run or a sweep, from what storage knows of it."""
+
+from eagleray.platform.report.facts import RunFacts, masked, read_facts
+from eagleray.platform.report.figures import Summary, SweepSummary, summarize
+from eagleray.platform.report.page import REPORT, render_report, write_report
+
+__all__ = [
+    "REPORT",
+    "RunFacts",
+    "Summary",
+    "SweepSummary",
+    "masked",
+    "read_facts",
+    "render_report",
+    "summarize",
+    "write_report",
+]
