@@ -35,6 +35,7 @@ from eagleray.tune.trial import METRIC, STEPS, TrialSpec, run_trial, trial_confi
 logger = logging.getLogger(__name__)
 
 LAST = "last"
+Observer = Callable[[SweepHistory], None]
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,15 @@ class _Searcher(Searcher):
     """Hands Tune the next trial: a left-behind one first, then what the model suggests."""
 
     def __init__(
-        self, history: SweepHistory, runs: RunStore, config: ProjectConfig, search: GpSearch
+        self,
+        history: SweepHistory,
+        runs: RunStore,
+        config: ProjectConfig,
+        search: GpSearch,
+        observe: Observer,
     ) -> None:
         super().__init__(metric=METRIC, mode="min")
+        self._observe = observe
         self._history, self._runs, self._config, self._search = history, runs, config, search
         self._left_behind = history.unfinished()
         self.numbers: dict[str, int] = {}
@@ -79,6 +86,12 @@ class _Searcher(Searcher):
         if trial_id in self.numbers:
             status = TrialStatus.FAILED if error else TrialStatus.FINISHED
             self._history.end(self.numbers[trial_id], status)
+            self._observe(self._history)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles what it is given, for a restore that we never use; an observer may hold a
+        # screen.
+        return {**vars(self), "_observe": None}
 
     # The history is on storage already, so there is nothing to save for Tune.
     def save(self, checkpoint_path: str) -> None:
@@ -97,11 +110,14 @@ class _Scheduler(FIFOScheduler):
         numbers: dict[str, int],
         asha: AshaConfig | None,
         max_steps: int,
-        observe: Callable[[SweepHistory], None],
+        observe: Observer,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._history, self._numbers, self._asha = history, numbers, asha
         self._max_steps, self._observe = max_steps, observe
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_observe": None}
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         number = self._numbers[trial.trial_id]
@@ -124,7 +140,7 @@ def run_sweep(
     config: ProjectConfig,
     dataset: Dataset,
     sweep_id: str,
-    observe: Callable[[SweepHistory], None] = lambda _: None,
+    observe: Observer = lambda _: None,
 ) -> SweepResult:
     """Run a sweep to its end, or the rest of one that was interrupted.
 
@@ -147,7 +163,7 @@ def run_sweep(
     search = GpSearch(
         config.tune.space, config.tune.startup_trials, config.tune.seed, levels, first
     )
-    searcher = _Searcher(history, runs, config, search)
+    searcher = _Searcher(history, runs, config, search, observe)
     remaining = config.tune.num_trials - len(history.trials) + len(history.unfinished())
     runs.update(sweep_id, status=RunStatus.RUNNING)
     if remaining > 0:

@@ -1,7 +1,7 @@
 """The whole way on real text: speeches to shards, sweep, training through a kill, served, asked.
 
-    python -m examples.sotu.demo            # about five minutes on two cores; leaves nothing running
-    python -m examples.sotu.demo --keep     # leaves the endpoint up and prints how to ask it
+    python -m examples.sotu.demo          # minutes on two cores; leaves nothing running
+    python -m examples.sotu.demo --keep   # leaves the endpoint up and prints how to ask it
 
 Everything it makes is under `.demo/` beside where it is started; an earlier run's is replaced.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from examples.sotu.corpus import write_corpus
 from openai import OpenAI
 from rich.table import Table
 
@@ -37,9 +38,8 @@ from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 from eagleray.platform.report import write_report
 from eagleray.project import Project, TrainedRun
-from eagleray.serve.deployment import Endpoint, deploy, undeploy
 from eagleray.serve.api.keys import KeyStore
-from examples.sotu.corpus import write_corpus
+from eagleray.serve.deployment import Endpoint, deploy, undeploy
 
 FOLDER = Path(".demo")
 TEMPLATE = Path(__file__).parent.parent.parent / "conf" / "tiny.yaml"
@@ -109,7 +109,7 @@ def _demo(keep: bool) -> None:
     _fresh_folder()
     summary = Summary()
     with summary.stage("corpus"):
-        path = write_corpus(FOLDER / "data")
+        path = write_corpus(FOLDER)
         summary.figure = f"{path.stat().st_size / 1e6:.1f} MB of speeches"
     project = Project.load(FOLDER)
     if keep:
@@ -201,8 +201,8 @@ def _ask(project: Project, endpoint: Endpoint, key: str) -> str:
     client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=key, timeout=120)
     console.print(f"> {PROMPTS[0]}", style="bold", markup=False)
     stream = client.completions.create(
-        model=endpoint.model, prompt=PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0.7, stream=True,
-        seed=1,
+        model=endpoint.model, prompt=PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0.7,
+        stream=True, seed=1,
     )  # fmt: skip
     for chunk in stream:
         if chunk.choices:
@@ -216,7 +216,11 @@ def _ask(project: Project, endpoint: Endpoint, key: str) -> str:
         )  # fmt: skip
         parsed = answer.parse()
         assert parsed.usage is not None, "an answer that is not streamed has its usage"
-        return parsed.usage.completion_tokens, answer.headers["x-model-digest"], parsed.choices[0].text
+        return (
+            parsed.usage.completion_tokens,
+            answer.headers["x-model-digest"],
+            parsed.choices[0].text,
+        )
 
     started = time.monotonic()
     with ThreadPoolExecutor(NUM_CONCURRENT) as pool:

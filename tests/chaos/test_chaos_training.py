@@ -13,7 +13,7 @@ from eagleray.platform.errors import InfeasibleError, RunFailedError
 from eagleray.platform.runs import RunStatus
 from eagleray.project import Project, TrainedRun
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
 MakeProject = Callable[..., Project]
 
 
