@@ -20,10 +20,7 @@ demo: $(STAMP) ## Real text to a served, queried model (KEEP=1 leaves the endpoi
 	@$(BIN)/python -m examples.sotu.demo $(if $(filter 1,$(KEEP)),--keep)
 
 test: $(STAMP) ## Every test, with coverage
-	@$(BIN)/coverage erase
-	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov --cov-report= tests
-	@$(BIN)/coverage combine -q --append 2>/dev/null || true
-	@$(BIN)/coverage report --fail-under=85
+	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=85 tests
 
 check: fmt lint types layers ## Format, lint, types, layers
 

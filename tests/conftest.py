@@ -19,6 +19,15 @@ settings.register_profile("eagleray", deadline=None, max_examples=50)
 settings.load_profile("eagleray")
 
 
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    """A verb sets up logging for its process; here the next test's process is the same one."""
+    logger = logging.getLogger("eagleray")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate, logger.level = before[0], before[1], before[2]
+
+
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     """Storage in a folder of its own."""

@@ -15,6 +15,7 @@ from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader import Loader
+from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.finish import finish_run
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import RunRecorder
@@ -62,7 +63,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
         dataset, "train", project.data.order_seed, project.train.batch_size, None,
         project.data.prefetch_batches,
     )  # fmt: skip
-    recorder = RunRecorder(runs, run_id)
+    recorder = RunRecorder(runs, run_id, sink=RaySink())
     store = CheckpointStore(storage, run_id, project.train.checkpoint, lambda *_, **__: None)
     try:
         done = run_loop(

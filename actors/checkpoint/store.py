@@ -96,14 +96,15 @@ class CheckpointStore:
             self._attempt = max(self._attempt, attempt)
             self._generations.clear()
             self._unlogged.clear()
-            if self._newest is not None:
-                return self._newest
-            self._newest, damaged = newest_intact(self._folder)
-            self._head = self._newest.samples if self._newest else ""
+            damaged: list[StorageError] = []
+            if self._newest is None:
+                self._newest, damaged = newest_intact(self._folder)
+                self._head = self._newest.samples if self._newest else ""
+            found = self._newest
         for error in damaged:
             logger.warning("checkpoint skipped: %s", error)
             self._on_event("checkpoint_damaged", message=str(error.args[0]))
-        return self._newest
+        return found
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take one rank's part; returns before it is on storage.

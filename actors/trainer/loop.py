@@ -22,7 +22,7 @@ from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 
 _PEAK_SIZE = 768
-_PEAK_ROUNDS = 4
+_PEAK_ROUNDS = 12
 
 
 class RankBatch(Protocol):

@@ -24,7 +24,7 @@ from typing import Any
 import ray
 import ray._private.state as ray_state
 
-from eagleray.platform.cluster.driver import driver_settings
+from eagleray.platform.cluster.driver import driver_settings, raylet_messages_logged
 from eagleray.platform.cluster.gcs import look
 from eagleray.platform.cluster.head import Head, new_folder, remove_abandoned
 from eagleray.platform.cluster.options import new_options
@@ -183,7 +183,8 @@ def _driver(
     sight = look(target.address, target.access.token, _LOOK_TIMEOUT_S)
     check_same(sight.versions, Versions.here(), target.address)
     info = ClusterInfo(target.address, sight.dashboard_url, is_private, cluster.place_timeout_s)
-    with driver_settings(target.access, target.address), _sigterm_kept():
+    quiet = contextlib.nullcontext() if log_to_driver else raylet_messages_logged()
+    with driver_settings(target.access, target.address), _sigterm_kept(), quiet:
         try:
             _init(target, log_to_driver)
             yield info

@@ -1,10 +1,13 @@
 """The command line: it only gathers the verbs; each group's module says what its verbs do."""
 
+from typing import Annotated
+
 import typer
 
 from eagleray import __version__
-from eagleray.cli import cluster, data, jobs, models, project, serve, train, tune
+from eagleray.cli import cluster, data, jobs, models, project, report, serve, train, tune
 from eagleray.cli.console import console, run_app
+from eagleray.platform.telemetry import configure_logging
 
 app = typer.Typer(
     name="eagleray",
@@ -15,8 +18,18 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (project, cluster, data, tune, train, models, serve, jobs):
+for group in (project, cluster, data, tune, train, report, models, serve, jobs):
     group.register(app)
+
+
+@app.callback()
+def common(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what happens, on standard error.")
+    ] = False,
+) -> None:
+    """Raw text to a served model on your own Ray cluster."""
+    configure_logging(verbose)
 
 
 @app.command()

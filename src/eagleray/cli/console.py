@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from eagleray.platform.errors import EagleRayError
@@ -45,7 +46,8 @@ def table(title: str, columns: list[str], rows: list[list[Any]]) -> Table:
     for column in columns:
         made.add_column(column)
     for row in rows:
-        made.add_row(*("" if value is None else str(value) for value in row))
+        # A text from a run or a model may look like markup; it is none.
+        made.add_row(*("" if value is None else escape(str(value)) for value in row))
     return made
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from eagleray.cli.console import ConfigOption, JsonOption, console, emit, table
 from eagleray.platform.config import CONFIG_NAME
@@ -91,7 +90,7 @@ def _events(facts: "RunFacts", events: list[dict[str, Any]]) -> Any:
 
     at = facts.history.clock.at
     rows = [
-        [duration(at(event["time_s"])), _plain(event["event"]), _details(event)]
+        [duration(at(event["time_s"])), event["event"], _details(event)]
         for event in events[-_MAX_EVENTS:]
     ]
     title = "events" if len(events) <= _MAX_EVENTS else f"the last {_MAX_EVENTS} events"
@@ -113,9 +112,4 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(part)}" for key, part in value.items())
     text = str(value)
-    return _plain(text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}...")
-
-
-def _plain(text: str) -> str:
-    # A message may hold brackets, which the table would take for markup.
-    return escape(text)
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
