@@ -57,4 +57,4 @@ class DisconnectWatch:
         with contextlib.suppress(asyncio.CancelledError):
             while (await self._receive())["type"] != "http.disconnect":
                 continue
-            pass
+            self._on_gone()
