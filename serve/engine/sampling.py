@@ -117,18 +117,20 @@ def _restricted(probs_RV: Tensor, requests: Sequence[Request]) -> Tensor:
 
 def _top_p_floors(probs_RV: Tensor, requests: Sequence[Request]) -> list[float]:
     """The least probability that each row keeps: of the token that completes the mass top_p."""
-    share = torch.tensor(
-        [[request.params.top_p] for request in requests],
+    top_p = [request.params.top_p for request in requests]
+    # A row without top-p asks for no mass here, or it alone would make all rows be sorted.
+    share_R1 = torch.tensor(
+        [[share if share < 1.0 else 0.0] for share in top_p],
         dtype=torch.float64,
         device=probs_RV.device,
     )
-    mass_R1 = share * probs_RV.sum(-1, keepdim=True)
+    mass_R1 = share_R1 * probs_RV.sum(-1, keepdim=True)
     sorted_RK = probs_RV.topk(min(_TOP_P_CANDIDATES, probs_RV.shape[1])).values
     if bool((sorted_RK.sum(-1, keepdim=True) < mass_R1).any()):
         sorted_RK = probs_RV.sort(-1, descending=True).values
     before_RK = sorted_RK.cumsum(-1) - sorted_RK
     last_R1 = ((before_RK < mass_R1).sum(-1, keepdim=True) - 1).clamp_min(0)
-    floors_R1 = sorted_RK.gather(-1, last_R1).masked_fill(share >= 1.0, 0.0)
+    floors_R1 = sorted_RK.gather(-1, last_R1).masked_fill(share_R1 == 0.0, 0.0)
     floors: list[float] = floors_R1[:, 0].tolist()
     return floors
 

@@ -110,6 +110,16 @@ def test_what_can_no_longer_become_a_stop_string_is_sent_at_once() -> None:
     assert matcher.flush() == ""
 
 
+@pytest.mark.parametrize(
+    ("pieces", "sent"),
+    [(["aa", "b"], ""), (["aaa", "b"], "a"), (["xa", "a", "ab"], "xa"), (["aab"], "")],
+)
+def test_a_stop_string_that_begins_with_itself_is_found(pieces: list[str], sent: str) -> None:
+    matcher = StopMatcher(["aab"])
+    assert "".join(matcher.push(piece) for piece in pieces) == sent
+    assert matcher.is_met
+
+
 def test_text_held_back_for_a_stop_string_is_sent_when_the_output_ends_without_it() -> None:
     assert run([b"a ST", b"O"], ["STOP"]) == (["a ", "", "STO"], False)
 

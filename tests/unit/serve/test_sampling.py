@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagleray.serve.engine import Request, SamplingParams
+from eagleray.serve.engine import Request, SamplingParams, sampling
 from eagleray.serve.engine.sampling import sample, uniform
 
 
@@ -56,6 +56,25 @@ def test_a_wide_vocabulary_is_cut_as_exactly_as_a_narrow_one() -> None:
     # 2,000 tokens of equal mass: the 512 candidates that are looked at first do not hold 0.9.
     counts = Counter(draw([1.0] * 1000 + [0.0] * 1000, temperature=1.0, top_p=0.5))
     assert max(counts) < 1000
+
+
+def test_a_row_without_top_p_keeps_its_whole_vocabulary_beside_one_with_it() -> None:
+    logits_NV = torch.zeros(300, 2000)
+    rows = [
+        request(seed=seed, top_p=0.5 if seed % 3 == 0 else 1.0, min_p=1e-9) for seed in range(300)
+    ]
+    logits_NV[:, :3] = 20.0
+    logits_NV[1::3] = 0.0
+    tokens = [token.token_id for token in sample(logits_NV, rows) if token]
+    assert max(tokens[0::3]) <= 2
+    assert max(tokens[1::3]) > 1000
+
+
+def test_the_smallest_random_number_never_draws_a_token_that_was_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling, "uniform", lambda seed, position: 0.0)
+    assert set(draw([-5.0, 0.0, 1.0], temperature=1.0, top_k=1 + 1)) == {1}
 
 
 def test_each_row_has_rules_of_its_own() -> None:

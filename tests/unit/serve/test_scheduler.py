@@ -116,6 +116,31 @@ def test_the_youngest_is_preempted_when_blocks_run_out_and_computed_anew(
     assert (old.num_output, young.num_output) == (12, 12)
 
 
+def test_a_preempted_request_goes_before_those_that_came_after_it(
+    make_request: MakeRequest,
+) -> None:
+    scheduler = make_scheduler(num_blocks=5, block_tokens=4, max_running=2)
+    old, young, late = make_request(4, 12), make_request(4, 12), make_request(4, 1)
+    scheduler.submit([old, young, late])
+    while scheduler.has_work:
+        step(scheduler)
+        if young.num_preemptions:
+            assert young.is_finished or not late.num_output
+    assert young.num_preemptions
+
+
+def test_nobody_is_admitted_into_the_blocks_that_running_requests_need_next(
+    make_request: MakeRequest,
+) -> None:
+    scheduler = make_scheduler(num_blocks=4, block_tokens=4)
+    scheduler.submit([make_request(8, 8), make_request(8, 1)])
+    step(scheduler)
+    assert scheduler.num_running == 1
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 def test_cancel_in_any_state_frees_the_blocks_at_once(make_request: MakeRequest) -> None:
     scheduler = make_scheduler(max_running=2)
     running, prefilling, waiting = make_request(2, 9), make_request(60, 9), make_request(2, 9)
