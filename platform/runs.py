@@ -7,11 +7,12 @@
               checkpoints/    see actors/checkpoint
               samples/        the ids that trained the committed weights
 
-Only the driver and the run's recorder write here, one at a time.
+The driver, the run's recorder and its checkpoint store write here: states change by
+compare-and-set, rows and events are appended whole.
 """
 
+import contextlib
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from eagleray.platform.errors import NotFoundError, UsageError
-from eagleray.platform.storage import Storage
+from eagleray.platform.errors import ConflictError, NotFoundError, UsageError
+from eagleray.platform.storage import Storage, canonical_json
 
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 _ID_TRIES = 50
+_UPDATE_TRIES = 50
 
 
 class RunStatus(StrEnum):
@@ -90,26 +92,39 @@ class RunStore:
             NotFoundError: There is no such run; the message names the newest ones.
         """
         try:
-            content = self._storage.read_json("runs", run_id, "state.json")
+            return _parsed(self._storage.read("runs", run_id, "state.json"))
         except NotFoundError:
             newest = ", ".join(state.run_id for state in self.all()[:5]) or "none yet"
             raise NotFoundError(
                 f"there is no run {run_id!r} (newest: {newest})", "see `eagleray ps`"
             ) from None
-        return RunState(**{**content, "status": RunStatus(content["status"])})
 
     def update(self, run_id: str, **changes: Any) -> RunState:
-        """Replace fields of a run's state."""
-        state = replace(self.state(run_id), **changes, updated_s=self._clock())
-        self._storage.put_json(asdict(state), "runs", run_id, "state.json")
-        return state
+        """Replace fields of a run's state; the other fields stay what other processes made them.
+
+        Raises:
+            NotFoundError: There is no such run.
+            ConflictError: Others changed it all the time.
+        """
+        self.state(run_id)
+        for _ in range(_UPDATE_TRIES):
+            before = self._storage.read("runs", run_id, "state.json")
+            state = replace(_parsed(before), **changes, updated_s=self._clock())
+            after = canonical_json(asdict(state))
+            with contextlib.suppress(ConflictError):
+                self._storage.compare_and_set(before, after, "runs", run_id, "state.json")
+                return state
+        raise ConflictError(
+            f"the state of run {run_id} changed under each of {_UPDATE_TRIES} tries to update it",
+            "see which processes write to it: eagleray ps",
+        )
 
     def all(self) -> list[RunState]:
         """Every run, newest first."""
         states = []
         for run_id in self._storage.names("runs"):
             try:
-                states.append(self.state(run_id))
+                states.append(_parsed(self._storage.read("runs", run_id, "state.json")))
             except NotFoundError:  # being created right now
                 continue
         return sorted(states, key=lambda state: state.created_s, reverse=True)
@@ -136,14 +151,7 @@ class RunStore:
         return self._rows(run_id, "events.jsonl")
 
     def _append(self, run_id: str, name: str, row: dict[str, Any]) -> None:
-        path = self._storage.path("runs", run_id, name)
-        line = json.dumps(row, sort_keys=True).encode() + b"\n"
-        # One write of one line in append mode: lines of several writers do not mix.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        self._storage.append(json.dumps(row, sort_keys=True).encode(), "runs", run_id, name)
 
     def _rows(self, run_id: str, name: str) -> list[dict[str, Any]]:
         path = self._storage.path("runs", run_id, name)
@@ -156,3 +164,8 @@ class RunStore:
             except ValueError:  # the writer died inside this line
                 continue
         return rows
+
+
+def _parsed(data: bytes) -> RunState:
+    content = json.loads(data)
+    return RunState(**{**content, "status": RunStatus(content["status"])})

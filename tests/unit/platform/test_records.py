@@ -232,6 +232,47 @@ def test_a_torn_last_row_is_ignored(store: Storage) -> None:
     assert runs.events(run_id) == []
 
 
+def test_a_torn_row_spoils_no_later_one(store: Storage) -> None:
+    runs = RunStore(store)
+    run_id = runs.create("demo", "train", {})
+    path = store.path("runs", run_id, "metrics.jsonl")
+    path.write_bytes(b'{"st')
+    runs.add_metrics(run_id, {"step": 2})
+    assert runs.metrics(run_id) == [{"step": 2}]
+
+
+def test_a_run_that_is_being_created_is_no_run_yet(store: Storage) -> None:
+    runs = RunStore(store)
+    store.path("runs", "demo-half").mkdir(parents=True)
+    assert runs.all() == []
+    with pytest.raises(NotFoundError, match="demo-half"):
+        runs.state("demo-half")
+
+
+def test_updates_at_the_same_time_lose_no_field(store: Storage) -> None:
+    runs = RunStore(store)
+    run_id = runs.create("demo", "train", {})
+    started = threading.Barrier(2)
+
+    def step_on() -> None:
+        started.wait(10)
+        for step in range(1, 6):
+            runs.update(run_id, step=step)
+
+    def tell() -> None:
+        started.wait(10)
+        for number in range(1, 6):
+            runs.update(run_id, message=f"{number}")
+
+    threads = [threading.Thread(target=step_on), threading.Thread(target=tell)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    state = runs.state(run_id)
+    assert (state.step, state.message) == (5, "5")
+
+
 def test_an_unknown_run_names_the_newest(store: Storage) -> None:
     runs = RunStore(store)
     run_id = runs.create("demo", "train", {})
