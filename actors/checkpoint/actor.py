@@ -30,8 +30,8 @@ class _StoreActor:
     def submit(self, snapshot: Snapshot) -> None:
         self._store.submit(snapshot)
 
-    def flush(self) -> StoreStatus:
-        return self._store.flush()
+    def flush(self, step: int) -> StoreStatus:
+        return self._store.flush(step)
 
 
 def create_store(storage: Storage, run_id: str, config: CheckpointConfig) -> Any:

@@ -20,12 +20,14 @@ class StoreClient:
     def __init__(self, handle: Any, timeout_s: float) -> None:
         self._handle, self._timeout_s = handle, timeout_s
         self._in_flight: Any = None
+        self._step = 0
 
     def begin(self, attempt: int) -> Checkpoint | None:
         """The state to go on from; None at the very start."""
         found: Checkpoint | None = call(
             self._handle.begin, attempt, timeout_s=self._timeout_s, what="the newest checkpoint"
         )
+        self._step = found.step if found else 0
         return found
 
     def submit(self, snapshot: Snapshot) -> None:
@@ -33,14 +35,22 @@ class StoreClient:
 
         Raises:
             DeadlineExceededError: Storage is so slow that the one before is still waiting.
+            ServiceError: The store was restarted since `begin`, or is gone.
         """
         self._settle()
+        self._step = snapshot.step
         self._in_flight = self._handle.submit.remote(snapshot)
 
     def flush(self) -> None:
-        """Return when everything handed in is on storage."""
+        """Return when the newest state that was handed in, or given, is on storage.
+
+        Raises:
+            StorageError: It could not be written.
+            ServiceError: The store was restarted and has lost it, or is gone.
+        """
         self._settle()
-        call(self._handle.flush, timeout_s=self._timeout_s, what="the writing of checkpoints")
+        what = "the writing of checkpoints"
+        call(self._handle.flush, self._step, timeout_s=self._timeout_s, what=what)
 
     def _settle(self) -> None:
         if self._in_flight is not None:

@@ -9,6 +9,7 @@ digest was compared with the manifest's, and a folder without a manifest does no
 Format and version: docs/formats.md#checkpoint.
 """
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,20 @@ class CheckpointFolder:
 
         Raises:
             NotFoundError: There is no complete checkpoint of this step.
-            IntegrityError: Its format is not one that this version reads.
+            IntegrityError: It is damaged, or its format is not one that this version reads.
         """
-        manifest: dict[str, Any] = self._storage.read_json(*self._place(f"{step:08d}"), MANIFEST)
-        if manifest.get("format") != FORMAT:
+        data = self._storage.read(*self._place(f"{step:08d}"), MANIFEST)
+        try:
+            manifest: dict[str, Any] = json.loads(data)
+            found = manifest["format"]
+        except (ValueError, KeyError, TypeError) as error:
             raise IntegrityError(
-                f"checkpoint {step} of {self._run_id} has format {manifest.get('format')}, "
+                f"the manifest of checkpoint {step} of {self._run_id} is damaged: {error!r}",
+                _damaged(self._run_id),
+            ) from error
+        if found != FORMAT:
+            raise IntegrityError(
+                f"checkpoint {step} of {self._run_id} has format {found}, "
                 f"this eagleray reads {FORMAT}",
                 "use the eagleray version that wrote it",
             )
@@ -138,6 +147,10 @@ class CheckpointFolder:
     def remove(self, step: int) -> None:
         """Remove a checkpoint in one step."""
         self._storage.remove(*self._place(f"{step:08d}"))
+
+    def remove_unfinished(self) -> None:
+        """Remove what a killed writer left half written; only for the run's one writer."""
+        self._storage.remove_unfinished(*self._place())
 
     def _place(self, *parts: str) -> tuple[str, ...]:
         return ("runs", self._run_id, "checkpoints", *parts)

@@ -8,7 +8,8 @@ newest complete snapshot comes from memory, without touching storage.
 Laws:
     * A snapshot is complete when all ranks of one attempt have handed in their part; only complete
       ones are written, in order, each committed by its manifest.
-    * Parts of an attempt that is over are dropped and counted.
+    * Parts of an attempt that is over are dropped and counted; those of an attempt that this
+      process did not begin are refused: what led up to them died with the process before it.
     * At most `_MAX_PENDING` complete snapshots wait for storage; then `submit` waits.
 """
 
@@ -24,13 +25,14 @@ from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import SampleLog, Segment
 from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.platform.config import CheckpointConfig
-from eagleray.platform.errors import DeadlineExceededError, StorageError
+from eagleray.platform.errors import DeadlineExceededError, ServiceError, StorageError
 from eagleray.platform.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 2
 BEST_BY = "eval_loss"
+_COUNTERS = ("written", "dropped", "failed", "pending")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class _Generation:
 class CheckpointStore:
     """The store of one run, without Ray. Methods may be called from several threads.
 
+    It alone writes to the run's checkpoints. Close it: its thread and the newest state stay else.
+
     Args:
         storage: Where checkpoints are written.
         run_id: The run they belong to.
@@ -81,11 +85,16 @@ class CheckpointStore:
         self._generations: dict[int, _Generation] = {}
         self._queue: list[Checkpoint] = []
         self._writing = False
+        self._closed = False
+        self._settled_step = 0  # the newest one that was written, or could not be
         self._newest: Checkpoint | None = None
         self._head = ""
         self._unlogged: list[tuple[int, np.ndarray]] = []
         self._status = StoreStatus()
-        threading.Thread(target=self._write_all, name="checkpoint-writer", daemon=True).start()
+        self._writer = threading.Thread(
+            target=self._write_all, name="checkpoint-writer", daemon=True
+        )
+        self._writer.start()
 
     def begin(self, attempt: int) -> Checkpoint | None:
         """Start an attempt: the newest complete state to go on from; None at the very start.
@@ -96,14 +105,18 @@ class CheckpointStore:
             self._attempt = max(self._attempt, attempt)
             self._generations.clear()
             self._unlogged.clear()
+            # Parts that wait for room see that their attempt is over.
+            self._changed.notify_all()
             damaged: list[StorageError] = []
             if self._newest is None:
+                self._folder.remove_unfinished()
                 self._newest, damaged = newest_intact(self._folder)
                 self._head = self._newest.samples if self._newest else ""
+            self._settled_step = self._newest.step if self._newest else 0
             found = self._newest
         for error in damaged:
             logger.warning("checkpoint skipped: %s", error)
-            self._on_event("checkpoint_damaged", message=str(error.args[0]))
+            self._tell("checkpoint_damaged", message=error.what)
         return found
 
     def submit(self, snapshot: Snapshot) -> None:
@@ -111,12 +124,18 @@ class CheckpointStore:
 
         Raises:
             DeadlineExceededError: Storage is so slow that the queue stayed full.
+            ServiceError: This process never began the attempt: it is a restarted one.
         """
         with self._changed:
+            if snapshot.attempt > self._attempt:
+                raise _restarted(f"the snapshot of step {snapshot.step}")
+            self._wait_for(
+                lambda: len(self._queue) < _MAX_PENDING or snapshot.attempt != self._attempt,
+                "take a snapshot",
+            )
             if snapshot.attempt != self._attempt:
                 self._count(dropped=1)
                 return
-            self._wait_for(lambda: len(self._queue) < _MAX_PENDING, "take a snapshot")
             generation = self._generations.setdefault(snapshot.step, _Generation(snapshot.attempt))
             generation.parts[snapshot.rank] = snapshot
             if not generation.is_complete():
@@ -124,15 +143,21 @@ class CheckpointStore:
             del self._generations[snapshot.step]
             self._accept(generation)
 
-    def flush(self) -> StoreStatus:
-        """Wait until all complete snapshots are on storage.
+    def flush(self, step: int = 0) -> StoreStatus:
+        """Wait until all complete snapshots are on storage, that of `step` among them.
 
         Raises:
             DeadlineExceededError: They were not in time.
+            ServiceError: This process never began an attempt: what it held before is lost.
             StorageError: The newest one could not be written.
         """
         with self._changed:
-            self._wait_for(lambda: not self._queue and not self._writing, "write what it holds")
+            if step and not self._attempt:
+                raise _restarted(f"the checkpoint of step {step}")
+            self._wait_for(
+                lambda: not self._queue and not self._writing and self._settled_step >= step,
+                "write what it holds",
+            )
             if self._status.last_error:
                 raise StorageError(self._status.last_error, "free some room, then resume the run")
             return self._status
@@ -141,6 +166,13 @@ class CheckpointStore:
         """Counts so far."""
         with self._changed:
             return self._status
+
+    def close(self) -> None:
+        """Write what is complete, then end the writer, within the deadline of a write."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._writer.join(self._config.write_timeout_s)
 
     def _accept(self, generation: _Generation) -> None:
         ordered = [generation.parts[rank] for rank in sorted(generation.parts)]
@@ -171,12 +203,13 @@ class CheckpointStore:
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue))
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+                if not self._queue:
+                    return
                 checkpoint = self._queue.pop(0)
                 self._writing = True
             try:
                 digest = self._folder.write(checkpoint)
-                self._prune()
             except StorageError as error:
                 with self._changed:
                     self._fail(checkpoint.step, error)
@@ -186,26 +219,51 @@ class CheckpointStore:
             else:
                 with self._changed:
                     self._count(written=1, newest_step=checkpoint.step, last_error="")
-                self._on_event("checkpoint", step=checkpoint.step, digest=digest)
+                self._tell("checkpoint", step=checkpoint.step, digest=digest)
+                self._prune(checkpoint.step)
             with self._changed:
                 self._writing = False
+                self._settled_step = max(self._settled_step, checkpoint.step)
                 self._count(pending=-1)
                 self._changed.notify_all()
 
-    def _prune(self) -> None:
-        steps = self._folder.steps()
-        keep = set(steps[-self._config.keep :])
-        scored = [(self._folder.manifest(step)["meta"].get(BEST_BY), step) for step in steps]
-        best = min(((loss, step) for loss, step in scored if loss is not None), default=None)
-        if best is not None:
-            keep.add(best[1])
-        for step in set(steps) - keep:
-            self._folder.remove(step)
+    def _prune(self, written: int) -> None:
+        try:
+            steps = self._folder.steps()
+            # Later ones were damaged and passed over; kept, they would push intact ones out.
+            ahead = [step for step in steps if step > written]
+            steps = [step for step in steps if step <= written]
+            keep = {*steps[-self._config.keep :], *self._best(steps)}
+            for step in {*steps, *ahead} - keep:
+                self._folder.remove(step)
+        except (StorageError, OSError) as error:
+            # The checkpoint itself is safe; the next one prunes again.
+            logger.warning("checkpoints not pruned after step=%d: %s", written, error)
+
+    def _best(self, steps: list[int]) -> list[int]:
+        scored = []
+        for step in steps:
+            try:
+                loss = self._folder.manifest(step)["meta"].get(BEST_BY)
+            except StorageError:  # damaged: not the best of anything
+                continue
+            if loss is not None:
+                scored.append((loss, step))
+        return [min(scored)[1]] if scored else []
 
     def _fail(self, step: int, error: StorageError) -> None:
         logger.error("checkpoint step=%d not written: %s", step, error)
         self._count(failed=1, last_error=error.what)
-        self._on_event("checkpoint_failed", step=step, message=error.what)
+        self._settled_step = max(self._settled_step, step)
+        self._changed.notify_all()
+        self._tell("checkpoint_failed", step=step, message=error.what)
+
+    def _tell(self, event: str, **details: Any) -> None:
+        try:
+            self._on_event(event, **details)
+        except (StorageError, OSError) as error:
+            # Events are written to the same storage that may just have refused a checkpoint.
+            logger.warning("event not recorded event=%s: %s", event, error)
 
     def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
         if not self._changed.wait_for(condition, timeout=self._config.write_timeout_s):
@@ -222,4 +280,8 @@ class CheckpointStore:
         self._status = StoreStatus(**values)
 
 
-_COUNTERS = ("written", "dropped", "failed", "pending")
+def _restarted(lost: str) -> ServiceError:
+    return ServiceError(
+        f"the checkpoint store was restarted, and {lost} went with it",
+        "the next attempt goes on from the newest checkpoint on storage",
+    )

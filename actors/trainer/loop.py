@@ -5,6 +5,7 @@ test as on many machines. Life of a step: docs/architecture.md#life-of-a-trainin
     W = ranks, B = sequences of one rank in the global batch, T = tokens per sequence.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,13 +17,15 @@ import torch.distributed as dist
 
 from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot, load_arrays, take_arrays
 from eagleray.actors.trainer.step_row import StepRow
-from eagleray.actors.trainer.stepper import Stepper
+from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper
 from eagleray.platform.config import TrainConfig
+from eagleray.platform.errors import ServiceError
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 
 _PEAK_SIZE = 768
 _PEAK_ROUNDS = 12
+_MAX_SEED = 2**63
 
 
 class RankBatch(Protocol):
@@ -57,7 +60,7 @@ class SnapshotSink(Protocol):
         """Take this rank's part; may return before it is kept."""
 
     def flush(self) -> None:
-        """Return when everything submitted is on storage."""
+        """Return when the newest state, submitted or given by `begin`, is on storage."""
 
 
 class Reporter(Protocol):
@@ -121,6 +124,7 @@ def run_loop(
 
     Raises:
         NonFiniteLossError: A loss or gradient is not finite.
+        ServiceError: The ranks were given different states to go on from.
     """
     train = spec.train
     torch.set_num_threads(train.threads_per_worker)
@@ -135,8 +139,9 @@ def run_loop(
     reporter.join(attempt, seat.rank)
     restored = sink.begin(attempt)
     start = restored.step if restored else 0
+    _agree(start, seat)
     # The stream of a rank depends on nothing but the seed and the rank, at a resize too.
-    torch.manual_seed(train.seed * 1_000_003 + seat.rank)
+    torch.manual_seed((train.seed * 1_000_003 + seat.rank) % _MAX_SEED)
     if restored:
         _restore(restored, seat, model, stepper)
 
@@ -161,6 +166,9 @@ def run_loop(
             begun = clock()
             evaluated[done] = _evaluate(stepper, source, train.eval.num_batches, seat)
             window.add("eval", clock() - begun)
+            # A figure that is no number can neither be recorded nor compared.
+            if not math.isfinite(evaluated[done]):
+                raise NonFiniteLossError(step, "the held-out loss", evaluated[done])
         stop = None
         if is_last or done in evaluated or done % train.log_every_steps == 0:
             loss_sum, tokens = _over_ranks([window.loss_sum, float(window.tokens)], seat)
@@ -197,6 +205,8 @@ def run_loop(
         if is_last:
             sink.flush()
             return done
+    # The attempt before died after its last step: its state may be in the store's memory alone.
+    sink.flush()
     return start
 
 
@@ -209,6 +219,17 @@ def measure_peak_flops(device: str, clock: Callable[[], float] = time.perf_count
         float((a @ a)[0, 0].item())  # item() waits for the device
         best = min(best, clock() - begun)
     return 2 * float(_PEAK_SIZE) ** 3 / best
+
+
+def _agree(start: int, seat: Seat) -> None:
+    """Refuse to train from states of different steps, as from a store that died between ranks."""
+    lead = _from_rank_zero(start, seat)
+    if lead != start:
+        raise ServiceError(
+            f"rank {seat.rank} was given the state after step {start}, rank 0 that after {lead}: "
+            f"the checkpoint store was restarted in between",
+            "the next attempt starts from one state",
+        )
 
 
 def _restore(checkpoint: Checkpoint, seat: Seat, model: Decoder, stepper: Stepper) -> None:

@@ -31,7 +31,7 @@ class StepResult:
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient is NaN or infinite; nothing was updated."""
+    """The loss, held-out loss or gradient is NaN or infinite; the state is not to be kept."""
 
     def __init__(self, step: int, what: str, value: float) -> None:
         super().__init__(step, what, value)

@@ -95,13 +95,15 @@ class Training:
             FatalRunError: It met a failure that no retry can mend.
             RunFailedError: Its workers died more often than `train.max_failures`.
         """
-        seen = 0
-        while self._thread.is_alive():
+        seen, has_ended = 0, False
+        while not has_ended:
             self._thread.join(_POLL_S)
+            # Before the look, so that the last look sees everything.
+            has_ended = not self._thread.is_alive()
             view: RunView = self._recorder.ask("view", seen)
             seen += len(view.rows)
             on_progress(Progress(view.rows, view.attempt, view.workers, view.first_row_at))
-        self._raise(self._recorder.ask("view", seen).fatal)
+        self._raise(view.fatal)
 
     def stop(self, reason: str) -> None:
         """Let the workers write a checkpoint and end."""

@@ -19,7 +19,12 @@ from eagleray.actors.checkpoint.snapshot import (
 )
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.platform.config import CheckpointConfig
-from eagleray.platform.errors import DeadlineExceededError, IntegrityError, StorageError
+from eagleray.platform.errors import (
+    DeadlineExceededError,
+    IntegrityError,
+    ServiceError,
+    StorageError,
+)
 from eagleray.platform.storage import Storage
 
 
@@ -238,6 +243,118 @@ def test_a_slow_storage_holds_up_to_its_deadline(
     with pytest.raises(DeadlineExceededError, match="write_timeout_s"):
         flood()
     gate.set()
+
+
+def test_a_part_that_waited_is_dropped_when_its_attempt_is_over(
+    store: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    gate = threading.Event()
+    plain = CheckpointFolder.write
+
+    def slow(self: CheckpointFolder, given: Checkpoint) -> str:
+        gate.wait(30)
+        return plain(self, given)
+
+    monkeypatch.setattr(CheckpointFolder, "write", slow)
+    keeper = CheckpointStore(store, "r", CheckpointConfig(write_timeout_s=30))
+    keeper.begin(1)
+
+    def fill() -> None:
+        for step in range(1, 5):  # one being written, two queued, one that waits
+            keeper.submit(part(step, first=step - 1))
+
+    waiting = threading.Thread(target=fill)
+    waiting.start()
+    while keeper.status().pending < 3:
+        waiting.join(0.01)
+    first = keeper.begin(2)
+    waiting.join(20)
+    gate.set()
+    second = keeper.begin(2)
+    assert first is not None
+    assert first is second
+    assert first.step == 3
+    assert keeper.status().dropped == 1
+    keeper.submit(part(5, attempt=2, first=3))
+    keeper.flush(5)
+    found = keeper.begin(3)
+    assert found is not None
+    assert audit(SampleLog(store, "r").chain(found.samples), 100).is_exact
+
+
+def test_a_restarted_store_refuses_what_it_cannot_join_to_its_log(store: Storage) -> None:
+    first = CheckpointStore(store, "r", CheckpointConfig())
+    first.begin(1)
+    first.submit(part(3))
+    first.flush(3)
+    restarted = CheckpointStore(store, "r", CheckpointConfig())
+    with pytest.raises(ServiceError, match="snapshot of step 6 went with it"):
+        restarted.submit(part(6, first=3))
+    with pytest.raises(ServiceError, match="checkpoint of step 6 went with it"):
+        restarted.flush(6)
+    found = restarted.begin(2)
+    assert found is not None
+    assert restarted.flush(found.step).written == 0
+
+
+def test_a_flush_waits_for_the_parts_of_every_rank(store: Storage) -> None:
+    keeper = CheckpointStore(store, "r", CheckpointConfig(write_timeout_s=0.05))
+    keeper.begin(1)
+    keeper.submit(part(2, rank=0, world=2))
+    with pytest.raises(DeadlineExceededError):
+        keeper.flush(2)
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_intact_ones(store: Storage) -> None:
+    first = CheckpointStore(store, "r", CheckpointConfig(keep=1))
+    first.begin(1)
+    first.submit(part(4))
+    first.flush()
+    folder = CheckpointFolder(store, "r")
+    for step in (5, 9):
+        folder.write(checkpoint(step))
+        store.put(b"{", "runs", "r", "checkpoints", f"{step:08d}", "manifest.json")
+    events: list[str] = []
+    second = CheckpointStore(
+        store, "r", CheckpointConfig(keep=1), lambda name, **_: events.append(name)
+    )
+    found = second.begin(2)
+    assert found is not None
+    assert found.step == 4
+    second.submit(part(6, attempt=2, first=4))
+    assert second.flush(6).failed == 0
+    assert folder.steps() == [6]
+    assert events == ["checkpoint_damaged", "checkpoint_damaged", "checkpoint"]
+
+
+def test_what_a_killed_writer_left_is_removed(store: Storage) -> None:
+    left = store.path("runs", "r", "checkpoints", ".tmp-dead")
+    left.mkdir(parents=True)
+    (left / "half").write_bytes(b"x")
+    CheckpointStore(store, "r", CheckpointConfig()).begin(1)
+    assert not left.exists()
+
+
+def test_an_event_that_cannot_be_recorded_stops_no_checkpoint(store: Storage) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("storage is full")
+
+    keeper = CheckpointStore(store, "r", CheckpointConfig(write_timeout_s=5), full)
+    keeper.begin(1)
+    for step in (1, 2):
+        keeper.submit(part(step, first=step - 1))
+    assert keeper.flush(2).written == 2
+
+
+def test_a_closed_store_has_written_all_and_its_thread_is_gone(store: Storage) -> None:
+    keeper = CheckpointStore(store, "r", CheckpointConfig())
+    keeper.begin(1)
+    keeper.submit(part(3))
+    keeper.close()
+    assert CheckpointFolder(store, "r").steps() == [3]
+    assert not keeper._writer.is_alive()
 
 
 def test_the_audit_counts_gaps_overlaps_and_repeats() -> None:

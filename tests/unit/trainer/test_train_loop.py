@@ -63,6 +63,7 @@ class StoreSink:
 
     store: CheckpointStore
     killed_at: int | None = None
+    flushed: int = 0
 
     def begin(self, attempt: int) -> Checkpoint | None:
         return self.store.begin(attempt)
@@ -74,6 +75,7 @@ class StoreSink:
 
     def flush(self) -> None:
         self.store.flush()
+        self.flushed += 1
 
 
 @dataclass
@@ -160,6 +162,29 @@ def test_a_stop_leaves_a_checkpoint_at_that_step(tmp_path: Path) -> None:
     found = train(Storage(tmp_path), "r", reporter)
     assert found.step == 4
     assert reporter.rows[-1].step == 4
+
+
+def test_a_state_of_the_last_step_is_flushed_before_the_run_ends(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    train(storage, "r", ListReporter())
+    sink, reporter = StoreSink(CheckpointStore(storage, "r", CheckpointConfig())), ListReporter()
+    assert run_loop(Seat(), LoopSpec(config(), MODEL, SEQ_LEN), FakeSource(), sink, reporter) == 12
+    assert sink.flushed == 1
+    assert reporter.rows == []
+
+
+def test_a_held_out_loss_that_is_no_number_is_neither_reported_nor_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stepper, "evaluate", lambda *_: (math.inf, 8))
+    reporter = ListReporter()
+    with pytest.raises(NonFiniteLossError, match="held-out loss is inf at step 5"):
+        train(Storage(tmp_path), "r", reporter)
+    assert [row.step for row in reporter.rows] == [2, 4]
+
+
+def test_any_seed_that_the_configuration_takes_trains(tmp_path: Path) -> None:
+    assert train(Storage(tmp_path), "r", ListReporter(), steps=2, seed=2**63 - 1).step == 2
 
 
 def test_accumulation_equals_the_whole_batch() -> None:
