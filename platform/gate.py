@@ -31,7 +31,8 @@ def judge(
     """
     loss = candidate.get(LOSS)
     if loss is None or loss != loss:
-        return Verdict(False, (f"the model has no {LOSS}: evaluate it first with `eagleray eval`",))
+        reason = f"it has no finite {LOSS}: imported models have none, serve them by name@version"
+        return Verdict(False, (reason,))
     reasons = []
     if rules.max_loss is not None and loss > rules.max_loss:
         reasons.append(f"{LOSS} {loss:.4f} is above eval.max_loss {rules.max_loss:.4f}")
