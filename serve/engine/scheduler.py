@@ -139,10 +139,8 @@ class Scheduler:
         expired = [request for request in self.requests() if request.deadline_s <= now_s]
         for request in expired:
             self.finish(request, FinishReason.DEADLINE)
-        preemptions_before = self.num_preemptions
         decodes = self._plan_decodes()
-        may_admit = self.num_preemptions == preemptions_before
-        prefills = self._plan_prefills(self.limits.step_tokens - len(decodes), may_admit)
+        prefills = self._plan_prefills(self.limits.step_tokens - len(decodes))
         return StepPlan((*decodes, *prefills), len(decodes), tuple(expired))
 
     def advance(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
@@ -218,12 +216,12 @@ class Scheduler:
                 return False
         return True
 
-    def _plan_prefills(self, budget: int, may_admit: bool) -> list[Chunk]:
+    def _plan_prefills(self, budget: int) -> list[Chunk]:
         share = max(1, budget // 2)
         takes: dict[Request, int] = {}
         candidates = iter([request for request in self._running if request.num_uncomputed > 1])
         while budget:
-            request = next(candidates, None) or (self._admit_next() if may_admit else None)
+            request = next(candidates, None) or self._admit_next()
             if request is None:
                 break
             takes[request] = min(request.num_uncomputed, share, budget)
@@ -239,7 +237,8 @@ class Scheduler:
             return None
         request = self._waiting[0]
         needed = self.pool.blocks_for(len(request.tokens))
-        # One block for each request that runs, or the newcomer would be preempted at once.
+        # One more block for each request that runs, or the newcomer would be preempted at once: so
+        # nor does whoever was preempted in this very step come back in it.
         if needed + len(self._running) > self.pool.num_free:
             return None
         blocks = self.pool.allocate(needed)

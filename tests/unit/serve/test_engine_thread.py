@@ -175,6 +175,15 @@ def test_an_engine_that_keeps_failing_dies_loudly(
         rig.engine.submit([[1]], GREEDY)
 
 
+def test_failures_that_are_not_in_a_row_do_not_kill_the_engine(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for _ in range(10):
+        rig.model.failures = 1
+        assert collect(rig.engine.submit([[1]], GREEDY)[0])[1] is FinishReason.ERROR
+        assert collect(rig.engine.submit([[1]], GREEDY)[0])[1] is FinishReason.LENGTH
+    assert rig.engine.is_healthy
+
+
 def test_drain_lets_running_requests_end_and_takes_no_more(make_rig: MakeRig) -> None:
     rig = make_rig(open_gate=False)
     stream = rig.engine.submit([[1]], GREEDY)[0]
