@@ -1,5 +1,6 @@
 """The gate: whether a model is good enough to be promoted, decided from recorded figures alone."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ def judge(
         rules: Limits of the project.
     """
     loss = candidate.get(LOSS)
-    if loss is None or loss != loss:
+    if loss is None or not math.isfinite(loss):
         reason = f"it has no finite {LOSS}: imported models have none, serve them by name@version"
         return Verdict(False, (reason,))
     reasons = []

@@ -5,6 +5,7 @@ was made from by theirs. Kinds: dataset, config, code, run, checkpoint, model, s
 Format and version: docs/formats.md#record.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +83,7 @@ class Ledger:
             raise IntegrityError(
                 f"record {digest} was changed after it was written", "restore it from a copy"
             )
-        content = self._storage.read_json(*_place(digest))
+        content = json.loads(data)
         if content.get("format") != FORMAT:
             raise IntegrityError(
                 f"record {digest} has format {content.get('format')}, this eagleray reads {FORMAT}",

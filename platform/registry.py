@@ -20,7 +20,7 @@ from eagleray.platform.errors import GateRefusedError, NotFoundError, UsageError
 from eagleray.platform.gate import Verdict
 from eagleray.platform.storage import Storage, canonical_json
 
-_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,62}$")
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _MAX_RACES = 100
 _HISTORY = 50
 DEFAULT_ALIAS = "prod"
@@ -63,7 +63,7 @@ class Registry:
     ) -> ModelVersion:
         """Give a model the next version number under a name.
 
-        Registering the record of the newest version again returns that version.
+        A record that has a version under this name keeps it, however often it is registered.
 
         Raises:
             UsageError: The name breaks the naming rule.
@@ -71,8 +71,9 @@ class Registry:
         _check_name(name)
         for _ in range(_MAX_RACES):
             versions = self.versions(name)
-            if versions and versions[-1].record == record:
-                return versions[-1]
+            for version in versions:
+                if version.record == record:
+                    return version
             number = versions[-1].version + 1 if versions else 1
             made = ModelVersion(name, number, record, artifact, metrics, self._clock())
             content = {
@@ -110,7 +111,7 @@ class Registry:
             NotFoundError: There is no such model, version or alias; the message lists them.
         """
         name, _, which = spec.partition("@")
-        versions = self.versions(name) if _NAME.match(name) else []
+        versions = self.versions(name) if _NAME.fullmatch(name) else []
         if not versions:
             known = ", ".join(self.names()) or "none yet"
             raise NotFoundError(
@@ -120,7 +121,7 @@ class Registry:
         aliases = self.aliases(name)
         if not which:
             number = aliases.get(DEFAULT_ALIAS, versions[-1].version)
-        elif which.isdigit():
+        elif which.isdecimal():
             number = int(which)
         else:
             number = aliases.get(which, -1)
@@ -143,10 +144,15 @@ class Registry:
         """Point an alias at a version, if the gate lets it through.
 
         Raises:
+            UsageError: The alias breaks the naming rule, or is a number.
             GateRefusedError: The gate refused; nothing changed.
             ConflictError: Somebody moved the alias meanwhile; nothing changed.
         """
         _check_name(alias)
+        if alias.isdecimal():
+            raise UsageError(
+                f"alias {alias!r} would read as a version number", "choose one with a letter"
+            )
         before, state = self._alias(version.name, f"{alias}.json")
         current = state["version"] if state else None
         if gate is not None:
@@ -207,7 +213,7 @@ class Registry:
 
 
 def _check_name(name: str) -> None:
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is not a name: lower-case letters, digits, '.', '_' and '-', at most 63",
             "choose another",

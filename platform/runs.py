@@ -12,10 +12,11 @@ compare-and-set, rows and events are appended whole.
 """
 
 import contextlib
+import fcntl
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -118,6 +119,25 @@ class RunStore:
             f"the state of run {run_id} changed under each of {_UPDATE_TRIES} tries to update it",
             "see which processes write to it: eagleray ps",
         )
+
+    @contextlib.contextmanager
+    def claim(self, run_id: str) -> Iterator[None]:
+        """Be the one driver of a run; the system lets go of it however the process ends.
+
+        Raises:
+            NotFoundError: There is no such run.
+            UsageError: Another driver is at work on it.
+        """
+        self.state(run_id)
+        with self._storage.path("runs", run_id, ".driver.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"run {run_id} has a driver at work on it, and takes only one",
+                    "follow it with `eagleray logs`, or stop that one first",
+                ) from None
+            yield
 
     def all(self) -> list[RunState]:
         """Every run, newest first."""

@@ -67,7 +67,11 @@ def finish_run(
     artifact = publish_artifact(
         storage, lambda folder: _export(checkpoint, model_config, dataset, folder)
     )
-    metrics: dict[str, Any] = {"eval_data": dataset.digest, "steps": checkpoint.step, "run": run_id}
+    # Two losses compare only over the same held-out samples.
+    held_out = config.train.eval.num_batches * config.train.batch_size
+    metrics: dict[str, Any] = {
+        "eval_data": f"{dataset.digest}:{held_out}", "steps": checkpoint.step, "run": run_id
+    }  # fmt: skip
     if eval_loss is not None:
         metrics["eval_loss"] = eval_loss
     body = {"artifact": artifact, "metrics": metrics, "num_parameters": model_config.num_parameters}

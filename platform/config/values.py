@@ -45,5 +45,7 @@ class Section(BaseModel):
     """Base of every configuration section: frozen, unknown keys refused, docstrings as help."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True,
+        # A wait must end, and a record is JSON, which has no infinity.
+        allow_inf_nan=False,
+    )  # fmt: skip

@@ -187,6 +187,15 @@ def test_durations_are_read_with_their_unit(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    "override", ["cluster.place_timeout_s=.inf", "train.optimizer.weight_decay=.nan"]
+)
+def test_no_wait_is_endless_and_no_figure_is_no_number(override: str) -> None:
+    key, value = parse_overrides([override]).popitem()
+    with pytest.raises(ConfigError, match="finite"):
+        with_overrides(ProjectConfig(name="a"), {key: value})
+
+
 def test_the_schema_explains_every_key() -> None:
     schema = ProjectConfig.model_json_schema()
     steps = schema["$defs"]["TrainConfig"]["properties"]["batch_size"]

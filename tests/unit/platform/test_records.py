@@ -87,6 +87,7 @@ def test_versions_count_up_and_repeat_registrations_do_not(store: Storage) -> No
     assert registry.register("m", "r1", "a1", {}).spec == "m@1"
     assert registry.register("m", "r1", "a1", {}).spec == "m@1"
     assert registry.register("m", "r2", "a2", {}).spec == "m@2"
+    assert registry.register("m", "r1", "a1", {}).spec == "m@1"
     assert [version.version for version in registry.versions("m")] == [1, 2]
 
 
@@ -173,6 +174,7 @@ def test_the_gate_refuses_and_nothing_moves(store: Storage) -> None:
         ({"eval_loss": 2.0}, {"eval_loss": 2.0}, EvalConfig(tolerance=0), True),
         ({"eval_loss": 2.1}, {"eval_loss": 2.0}, EvalConfig(tolerance=0.01), False),
         ({"eval_loss": float("nan")}, None, EvalConfig(), False),
+        ({"eval_loss": float("inf")}, None, EvalConfig(), False),
         ({}, None, EvalConfig(), False),
         # Figures on different held-out data say nothing about each other.
         (
@@ -189,10 +191,16 @@ def test_the_gate_decides_from_figures_alone(candidate, incumbent, rules, passes
     assert bool(verdict.reasons) is not passes
 
 
-@pytest.mark.parametrize("name", ["Bad", "a/b", "", "x" * 64])
+@pytest.mark.parametrize("name", ["Bad", "a/b", "", "x" * 64, "a\n"])
 def test_bad_model_names_are_refused(store: Storage, name: str) -> None:
     with pytest.raises(UsageError, match="not a name"):
         Registry(store).register(name, "r", "a", {})
+
+
+def test_an_alias_that_reads_as_a_version_is_refused(store: Storage) -> None:
+    registry = Registry(store)
+    with pytest.raises(UsageError, match="alias '2' would read as a version"):
+        registry.promote(registry.register("m", "r", "a", {}), "2")
 
 
 def test_an_artifact_is_named_by_its_content(store: Storage) -> None:
@@ -247,6 +255,20 @@ def test_a_run_that_is_being_created_is_no_run_yet(store: Storage) -> None:
     assert runs.all() == []
     with pytest.raises(NotFoundError, match="demo-half"):
         runs.state("demo-half")
+
+
+def test_a_run_takes_one_driver_at_a_time(store: Storage) -> None:
+    runs = RunStore(store)
+    run_id, other = (runs.create("demo", "train", {}) for _ in range(2))
+    with (
+        runs.claim(run_id),
+        runs.claim(other),
+        pytest.raises(UsageError, match="takes only one"),
+        RunStore(store).claim(run_id),
+    ):
+        pass
+    with runs.claim(run_id):
+        pass
 
 
 def test_updates_at_the_same_time_lose_no_field(store: Storage) -> None:
