@@ -10,9 +10,10 @@ private one and stops it after. The command line is a thin layer over this class
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from eagleray.platform.config import (
     load_config,
     resolved_json,
 )
-from eagleray.platform.errors import UsageError
+from eagleray.platform.errors import DataError, NotFoundError, UsageError
 from eagleray.platform.ledger import Ledger
 from eagleray.platform.registry import ModelVersion, Registry
 from eagleray.platform.runs import RunState, RunStatus, RunStore
@@ -76,7 +77,11 @@ class Project:
             return project
         from eagleray.tune.sweep import best_overrides
 
-        chosen = [f"{key}={value}" for key, value in best_overrides(project.storage, best).items()]
+        # JSON is YAML, and keeps null, texts and lists what they are.
+        chosen = [
+            f"{key}={json.dumps(value)}"
+            for key, value in best_overrides(project.storage, best).items()
+        ]
         return cls(load_config(path, [*chosen, *overrides]))
 
     @property
@@ -138,17 +143,11 @@ class Project:
 
         Raises:
             NotFoundError: There is no such run.
-            UsageError: It is finished, or is not a training run.
+            UsageError: It is finished, is not a training run, or another process drives it.
+            DataError: Its data set is gone, and the raw files are no longer what they were.
         """
-        state = self.runs.state(run_id)
-        if state.status is RunStatus.FINISHED:
-            raise UsageError(f"run {run_id} is finished", "start a new one with `eagleray train`")
-        if state.kind != "train":
-            raise UsageError(
-                f"run {run_id} is a {state.kind}, not a training run", "see `eagleray ps`"
-            )
-        resumed = self._as_saved(run_id)
-        return resumed._run(run_id, resumed.build_data(), on_progress)
+        resumed = self._resumable(run_id, "train")
+        return resumed._run(run_id, resumed._dataset_of(run_id), on_progress)
 
     def tune(
         self,
@@ -160,34 +159,68 @@ class Project:
 
         Raises:
             UsageError: The space is empty, or there is nothing to resume.
+            InfeasibleError: The cluster cannot hold a trial.
             RunFailedError: No trial brought a value.
         """
-        from eagleray.platform.cluster import session
+        from eagleray.platform.cluster import Demand, session
         from eagleray.tune.sweep import check_space, run_sweep
 
-        if resume is not None and self.runs.state(resume).status is RunStatus.FINISHED:
-            raise UsageError(f"sweep {resume} is finished", "start a new one with `eagleray tune`")
-        project = self if resume is None else self._as_saved(resume)
+        project = self if resume is None else self._resumable(resume, "sweep")
         check_space(project.config)
-        dataset = project.build_data()
+        dataset = project.build_data() if resume is None else project._dataset_of(resume)
         sweep_id = resume or self.runs.create(
             f"{self.config.name}-sweep", "sweep", resolved_json(project.config)
         )
         train = project.config.train
+        gpus = 1.0 if train.device == "cuda" else 0.0
         with (
+            self.runs.claim(sweep_id),
             _recorded(self.runs, sweep_id),
-            session(
-                self.loaded,
-                need_cpus=train.cpus_per_worker,
-                need_gpus=1 if train.device == "cuda" else 0,
-            ),
+            session(self.loaded, need_cpus=train.cpus_per_worker, need_gpus=gpus) as cluster,
         ):
+            # Tune itself waits without end for what is never free.
+            cluster.wait_for_resources(Demand(1, train.cpus_per_worker, gpus, "trial"))
+            self._note_dataset(sweep_id, dataset)
             observe = on_progress or (lambda _: None)
             return run_sweep(self.storage, project.config, dataset, sweep_id, observe)
 
     def state(self, run_id: str) -> RunState:
         """Where a run stands."""
         return self.runs.state(run_id)
+
+    def _resumable(self, run_id: str, kind: str) -> Project:
+        state = self.runs.state(run_id)
+        if state.kind != kind:
+            raise UsageError(f"run {run_id} is a {state.kind}, not a {kind}", "see `eagleray ps`")
+        if state.status is RunStatus.FINISHED:
+            verb = "tune" if kind == "sweep" else kind
+            raise UsageError(f"run {run_id} is finished", f"start a new one: eagleray {verb}")
+        return self._as_saved(run_id)
+
+    def _note_dataset(self, run_id: str, dataset: Dataset) -> None:
+        if self._noted_dataset(run_id) is None:
+            self.runs.add_event(run_id, "dataset", digest=dataset.digest)
+
+    def _noted_dataset(self, run_id: str) -> str | None:
+        events = (e for e in self.runs.events(run_id) if e["event"] == "dataset")
+        return next((str(event["digest"]) for event in events), None)
+
+    def _dataset_of(self, run_id: str) -> Dataset:
+        """The data set that a run began with, whatever became of the raw files since."""
+        from eagleray.actors.data.dataset import Dataset
+
+        digest = self._noted_dataset(run_id)
+        if digest is not None:
+            with suppress(NotFoundError):
+                return Dataset.open(self.storage, digest)
+        built = self.build_data()
+        if digest not in (None, built.digest):
+            raise DataError(
+                f"run {run_id} began with data set {digest}, which is gone, and data.sources now "
+                f"give {built.digest}",
+                "restore the raw files or the data set, or start a new run",
+            )
+        return built
 
     def _as_saved(self, run_id: str) -> Project:
         saved = self.runs.config(run_id)
@@ -224,6 +257,7 @@ class Project:
         gpus = 1.0 if train.device == "cuda" else 0.0
         demand = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker(s)")
         with (
+            self.runs.claim(run_id),
             _recorded(self.runs, run_id),
             session(
                 self.loaded,
@@ -233,6 +267,7 @@ class Project:
             self._redis() as redis_url,
         ):
             cluster.wait_for_resources(demand)
+            self._note_dataset(run_id, dataset)
             training = Training(self.config, self.storage, run_id, spec, dataset.digest, redis_url)
             try:
                 training.start()
@@ -280,7 +315,8 @@ def _recorded(runs: RunStore, run_id: str) -> Iterator[None]:
         runs.update(run_id, status=RunStatus.STOPPED, message="interrupted")
         raise
     except BaseException as error:
-        runs.update(run_id, status=RunStatus.FAILED, message=str(error).splitlines()[0][:500])
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        runs.update(run_id, status=RunStatus.FAILED, message=reason[:500])
         raise
 
 
