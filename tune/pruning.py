@@ -29,14 +29,15 @@ def value_at(trial: Trial, level: int) -> float | None:
 def should_stop(history: SweepHistory, number: int, config: AshaConfig, max_steps: int) -> bool:
     """Whether a trial is not worth further steps.
 
-    A trial whose value is not a finite number always stops. At a rung that fewer than eta trials
-    have reached nothing is cut: there is nothing yet to compare with.
+    A trial whose value is not a finite number always stops. Any other is judged once per rung, at
+    its first report there. At a rung that fewer than eta trials have reached nothing is cut: there
+    is nothing yet to compare with.
     """
     trial = history.trials[number]
     if trial.value is None or not math.isfinite(trial.value):
         return True
     passed = [level for level in rungs(config, max_steps) if trial.steps >= level]
-    if not passed:
+    if not passed or any(passed[-1] <= steps < trial.steps for steps in trial.values):
         return False
     own = value_at(trial, passed[-1])
     assert own is not None, "the rung was passed"

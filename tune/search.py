@@ -24,6 +24,7 @@ from eagleray.tune.history import SweepHistory, Trial, TrialStatus
 from eagleray.tune.pruning import value_at
 
 _BAD = (TrialStatus.DIVERGED, TrialStatus.FAILED)
+_SEEDS = 2**32  # NumPy's legacy generator, which Optuna seeds, takes no more
 
 
 class GpSearch:
@@ -61,7 +62,7 @@ class GpSearch:
         if number < self._startup_trials:
             return self._quasi_random(number)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.GPSampler(seed=self._seed + number, n_startup_trials=0)
+        sampler = optuna.samplers.GPSampler(seed=(self._seed + number) % _SEEDS, n_startup_trials=0)
         study = optuna.create_study(sampler=sampler)
         self._tell(study, history)
         return dict(study.ask(self._distributions).params)

@@ -22,7 +22,7 @@ from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.trainer.finish import finish_run, record_dataset
 from eagleray.platform.code import code_identity
 from eagleray.platform.config import AshaConfig, ProjectConfig, config_digest, resolved_json
-from eagleray.platform.errors import NotFoundError, RunFailedError, UsageError
+from eagleray.platform.errors import IntegrityError, NotFoundError, RunFailedError, UsageError
 from eagleray.platform.ledger import Ledger
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.runs import RunState, RunStatus, RunStore
@@ -35,6 +35,12 @@ from eagleray.tune.trial import METRIC, STEPS, TrialSpec, run_trial, trial_confi
 logger = logging.getLogger(__name__)
 
 LAST = "last"
+_ENDS = {
+    TrialStatus.FINISHED: RunStatus.FINISHED,
+    TrialStatus.PRUNED: RunStatus.STOPPED,
+    TrialStatus.DIVERGED: RunStatus.FAILED,
+    TrialStatus.FAILED: RunStatus.FAILED,
+}
 Observer = Callable[[SweepHistory], None]
 
 
@@ -152,7 +158,7 @@ def run_sweep(
         observe: Told after each report.
 
     Raises:
-        RunFailedError: No trial brought a value.
+        RunFailedError: No trial brought a value, or Tune ended before all of them had.
     """
     runs = RunStore(storage)
     history = SweepHistory(runs, sweep_id)
@@ -170,6 +176,12 @@ def run_sweep(
         spec = TrialSpec(storage.root, config, dataset.digest)
         _fit(storage, config, sweep_id, searcher, remaining, spec,
              _Scheduler(history, searcher.numbers, asha, full, observe))  # fmt: skip
+    ended = len(history.trials) - len(history.unfinished())
+    if ended < config.tune.num_trials:
+        raise RunFailedError(
+            f"sweep {sweep_id} stopped after {ended} of {config.tune.num_trials} trials",
+            f"go on with: eagleray tune --resume {sweep_id}",
+        )
     best = history.best()
     if best is None:
         failed = ", ".join(f"{t.run_id} {t.status.value}" for t in history.trials)
@@ -253,8 +265,9 @@ def _fit(
             verbose=0,
         ),
     )
-    # Tune's own tables would break the progress bar; the newer printer ignores `verbose`.
-    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
+    # Tune's own tables would break the progress bar; the newer printer ignores `verbose`. Its
+    # handler of Ctrl-C would let `fit` return as if the sweep were over.
+    os.environ.update(RAY_AIR_NEW_OUTPUT="0", TUNE_DISABLE_SIGINT_HANDLER="1")
     tuner.fit()
 
 
@@ -290,17 +303,19 @@ def _record(
 def _trial_record(
     storage: Storage, config: ProjectConfig, dataset: Dataset, trial: Trial, runs: RunStore
 ) -> str | None:
-    """The record of a trial's run; one that was cut before its first checkpoint has none."""
+    """The record of a trial's run; one without an intact checkpoint has none."""
     state = runs.state(trial.run_id)
     if "record" in state.results:
         return str(state.results["record"])
     project = trial_config(config, trial.params)
     model = DecoderConfig.from_section(project.model, dataset.vocab_size)
-    status = RunStatus.STOPPED if trial.status is TrialStatus.PRUNED else state.status
-    runs.update(trial.run_id, status=status, message=trial.status.value)
+    # A trial that was cut, or whose process died, could not say so itself.
+    message = state.message or trial.status.value
+    runs.update(trial.run_id, status=_ENDS[trial.status], message=message)
     try:
         finished = finish_run(storage, project, trial.run_id, dataset, model, register_as=None)
-    except RunFailedError:
+    except (RunFailedError, NotFoundError, IntegrityError) as error:
+        logger.warning("trial has no record number=%d: %s", trial.number, error.what)
         return None
     runs.update(trial.run_id, results={"record": finished.record})
     return finished.record

@@ -64,6 +64,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
         project.data.prefetch_batches,
     )  # fmt: skip
     recorder = RunRecorder(runs, run_id, sink=RaySink())
+    reporter = _Reporter(recorder)
     store = CheckpointStore(storage, run_id, project.train.checkpoint, lambda *_, **__: None)
     try:
         done = run_loop(
@@ -71,7 +72,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
             LoopSpec(project.train, model, dataset.seq_len),
             _Source(loader),
             _Sink(store),
-            _Reporter(recorder),
+            reporter,
         )
     except NonFiniteLossError as error:
         runs.update(run_id, status=RunStatus.FAILED, message=str(error))
@@ -83,6 +84,8 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
         raise
     finally:
         loader.close()
+        # The process may go on with another trial, and this one's state must not stay in it.
+        store.close()
     finished = finish_run(storage, project, run_id, dataset, model, register_as=None)
     runs.update(
         run_id,
@@ -90,6 +93,9 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
         step=done,
         results={"eval_loss": finished.eval_loss, "record": finished.record},
     )
+    if not reporter.has_told and finished.eval_loss is not None:
+        # Resumed after its last step: what the sweep did not hear before the driver died.
+        tune.report({METRIC: finished.eval_loss, STEPS: done})
 
 
 class _Source:
@@ -120,6 +126,7 @@ class _Sink:
 class _Reporter:
     def __init__(self, recorder: RunRecorder) -> None:
         self._recorder = recorder
+        self.has_told = False
 
     def begin(self, rank: int, world_size: int) -> int:
         return self._recorder.begin(world_size, uuid.uuid4().hex)
@@ -130,6 +137,7 @@ class _Reporter:
     def report(self, row: StepRow) -> str | None:
         reason = self._recorder.report(row)
         if row.eval_loss is not None:
+            self.has_told = True
             # Returns when Tune has taken it; a pruned trial does not come back from here.
             tune.report({METRIC: row.eval_loss, STEPS: row.step})
         return reason

@@ -164,6 +164,26 @@ def test_nothing_is_cut_between_rungs(history: SweepHistory) -> None:
     assert not should_stop(history, run(history, {"x": 0.0}, {4: 9.0}), asha, 100)
 
 
+def test_a_trial_is_judged_once_per_rung(history: SweepHistory) -> None:
+    asha = AshaConfig(grace_steps=5, reduction_factor=3)
+    number = run(history, {"x": 0.0}, {5: 2.0})
+    assert not should_stop(history, number, asha, 100)
+    for value in (1.0, 1.0, 1.0):
+        run(history, {"x": 0.0}, {5: value})
+    history.report(number, 10, 1.5)
+    assert not should_stop(history, number, asha, 100)
+    history.report(number, 15, 1.5)
+    for value in (1.0, 1.0, 1.0):
+        run(history, {"x": 0.0}, {15: value})
+    assert should_stop(history, number, asha, 100)
+
+
+def test_the_largest_seed_suggests(history: SweepHistory) -> None:
+    search = GpSearch({"x": SPACE["x"]}, 1, 2**32 - 1, [10])
+    run(history, {"x": 0.0}, {10: 1.0})
+    assert -1 <= search.suggest(history)["x"] <= 1
+
+
 def test_the_best_is_among_those_that_got_furthest(history: SweepHistory) -> None:
     run(history, {"x": 0.0}, {5: 0.1})
     run(history, {"x": 0.1}, {5: 0.9, 10: 0.5})
