@@ -7,6 +7,7 @@ last bit. Fixed buckets keep "same inputs, same weights" through any restart, an
 does not wait for the compiler stack that DDP imports.
 """
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -53,8 +54,7 @@ class GradientReducer:
     ) -> None:
         self._world_size = world_size
         self._armed = False
-        self.reductions = 0
-        """Optimizer steps reduced so far."""
+        self._num_sent = 0
         self._buckets: list[_Bucket] = []
         if world_size == 1:
             return
@@ -67,8 +67,9 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def arm(self) -> None:
-        """The next backward is the step's last: send each bucket as soon as it is complete."""
+        """The next backward is the step's last: send buckets as soon as they are complete."""
         self._armed = True
+        self._num_sent = 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
             bucket.work = None
@@ -80,26 +81,34 @@ class GradientReducer:
             RuntimeError: A peer is gone.
         """
         self._armed = False
+        # What a parameter without gradient held up.
+        while self._num_sent < len(self._buckets):
+            self._send_next()
         for bucket in self._buckets:
-            if bucket.work is None:  # a parameter without gradient kept it from being complete
-                self._send(bucket)
             assert bucket.work is not None, "a bucket was not sent"
             bucket.work.wait()
             bucket.flat /= self._world_size
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
-        self.reductions += 1
 
     def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]  # torch's own hook type
         def ready(_: nn.Parameter) -> None:
             if self._armed:
                 bucket.waiting -= 1
-                if bucket.waiting == 0:
-                    self._send(bucket)
+                self._send_complete()
 
         return ready
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send_complete(self) -> None:
+        # Collectives match by their order, so every rank sends the buckets in one order, as DDP
+        # does, whichever of them is complete first.
+        unsent = self._buckets[self._num_sent :]
+        for _ in itertools.takewhile(lambda bucket: not bucket.waiting, unsent):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._num_sent]
+        self._num_sent += 1
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 view.zero_()

@@ -1,0 +1,91 @@
+"""Gradient averaging without a process group: what is sent, in which order, and what comes back."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from eagleray.actors.trainer.reducer import GradientReducer
+
+WORLD_SIZE = 2
+
+
+class Sent:
+    def wait(self) -> None:
+        """It has come."""
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what was sent; the other rank's gradients are three times ours."""
+    sizes: list[int] = []
+
+    def all_reduce(flat: torch.Tensor, *, async_op: bool) -> Sent:
+        assert async_op
+        sizes.append(flat.numel())
+        flat.mul_(4)
+        return Sent()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return sizes
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((size,), float(size))) for size in (3, 2, 1)]
+
+
+def make(trained: list[nn.Parameter]) -> GradientReducer:
+    return GradientReducer(trained, WORLD_SIZE, bucket_bytes=1)
+
+
+def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: list[int]) -> None:
+    trained = parameters()
+    reducer = make(trained)
+    reducer.arm()
+    sum((p.square().sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+    assert sent == [1, 2, 3]
+    reducer.wait()
+    assert sent == [1, 2, 3]
+    for parameter in trained:
+        assert parameter.grad is not None
+        # Ours is 2p, the other's 6p.
+        assert torch.equal(parameter.grad, 4 * parameter.detach())
+
+
+def test_a_parameter_without_gradient_changes_no_order(sent: list[int]) -> None:
+    trained = parameters()
+    reducer = make(trained)
+    reducer.arm()
+    (trained[0].sum() + trained[1].sum()).backward()
+    assert sent == []
+    reducer.wait()
+    assert sent == [1, 2, 3]
+    assert trained[2].grad is not None
+    assert trained[2].grad.tolist() == [0.0]
+    assert trained[0].grad is not None
+    assert trained[0].grad.tolist() == [2.0] * 3
+
+
+def test_accumulated_gradients_are_sent_once(sent: list[int]) -> None:
+    (weight,) = trained = parameters()[:1]
+    reducer = make(trained)
+    for step in range(2):
+        weight.grad = None
+        weight.sum().backward()
+        assert len(sent) == step
+        reducer.arm()
+        weight.sum().backward()
+        reducer.wait()
+        assert len(sent) == step + 1
+        assert weight.grad.tolist() == [4.0] * 3
+
+
+def test_a_weight_that_is_used_twice_is_sent_when_both_gradients_are_in(sent: list[int]) -> None:
+    (weight,) = trained = parameters()[:1]
+    reducer = make(trained)
+    reducer.arm()
+    (weight.sum() + (2 * weight).sum()).backward()
+    reducer.wait()
+    assert sent == [3]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6.0] * 3
