@@ -150,7 +150,12 @@ class RunStore:
         return sorted(states, key=lambda state: state.created_s, reverse=True)
 
     def config(self, run_id: str) -> dict[str, Any]:
-        """The resolved configuration that a run was started with."""
+        """The resolved configuration that a run was started with.
+
+        Raises:
+            NotFoundError: There is no such run; the message names the newest ones.
+        """
+        self.state(run_id)
         config: dict[str, Any] = self._storage.read_json("runs", run_id, "config.json")
         return config
 

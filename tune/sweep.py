@@ -155,7 +155,7 @@ def run_sweep(
         config: The resolved project; `tune.space` says what varies.
         dataset: What the trials train on.
         sweep_id: A run that `RunStore.create` made for the sweep.
-        observe: Told after each report.
+        observe: Told at the start and after each report.
 
     Raises:
         RunFailedError: No trial brought a value, or Tune ended before all of them had.
@@ -172,6 +172,7 @@ def run_sweep(
     searcher = _Searcher(history, runs, config, search, observe)
     remaining = config.tune.num_trials - len(history.trials) + len(history.unfinished())
     runs.update(sweep_id, status=RunStatus.RUNNING)
+    observe(history)
     if remaining > 0:
         spec = TrialSpec(storage.root, config, dataset.digest)
         _fit(storage, config, sweep_id, searcher, remaining, spec,

@@ -10,11 +10,10 @@ import argparse
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,12 +122,11 @@ def _demo(keep: bool) -> None:
 
 
 def _walk(project: Project, summary: Summary, keep: bool) -> None:
-    with summary.stage("cluster"):
-        attached = session(project.loaded)
-        cluster = attached.__enter__()
-        nodes = cluster.nodes()
-        summary.figure = f"{sum(node.cpus for node in nodes):g} CPUs at {cluster.address}"
-    try:
+    with ExitStack() as stack:
+        with summary.stage("cluster"):
+            cluster = stack.enter_context(session(project.loaded))
+            cpus = sum(node.cpus for node in cluster.nodes())
+            summary.figure = f"{cpus:g} CPUs at {cluster.address}"
         with summary.stage("data"):
             dataset = project.build_data()
             counts = dataset.num_samples("train"), dataset.num_samples("eval")
@@ -163,8 +161,6 @@ def _walk(project: Project, summary: Summary, keep: bool) -> None:
         if not keep:
             with summary.stage("stop"):
                 undeploy()
-    finally:
-        attached.__exit__(*sys.exc_info())
     console.print()
     console.print(summary.table())
     if keep:
@@ -175,7 +171,7 @@ def _train(project: Project, summary: Summary) -> TrainedRun:
     steps = project.config.train.steps
     with RunFollower(steps) as follower:
         killer = Killer(steps // 2, follower.show)
-        run = follower.guard(lambda: project.train(killer))
+        run = project.train(killer)
     if killer.recovery_s is None:
         raise EagleRayError("the worker that was to die lived on", "run the demo again")
     summary.figure = (
@@ -254,8 +250,12 @@ def _fresh_folder() -> None:
     config = FOLDER / "eagleray.yaml"
     if config.exists():
         down(Project.load(FOLDER).loaded)
-        shutil.rmtree(FOLDER)
-    FOLDER.mkdir()
+        # Away at once, so that an interrupted removal leaves no half of a project behind.
+        old = FOLDER.with_name(f"{FOLDER.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        FOLDER.rename(old)
+        shutil.rmtree(old)
+    FOLDER.mkdir(exist_ok=True)
     shutil.copyfile(TEMPLATE, config)
 
 

@@ -1,6 +1,7 @@
 """Verbs of the project's file: init, check, schema."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from eagleray.platform.errors import UsageError
 
 _TEMPLATE = """\
 # Every key, its default and its meaning: eagleray schema
-name: {name}
+name: "{name}"
 
 data:
   sources:
@@ -57,7 +58,7 @@ def init(
     if target.exists() and not force:
         raise UsageError(f"{target} is already there", "edit it, or replace it with --force")
     folder.mkdir(parents=True, exist_ok=True)
-    name = "".join(c if c.isalnum() else "-" for c in folder.resolve().name.lower()).strip("-")
+    name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     target.write_text(_TEMPLATE.format(name=name[:60] or "project"), encoding="utf-8")
     ignore = folder / ".gitignore"
     if not ignore.exists():

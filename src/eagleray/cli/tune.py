@@ -41,13 +41,16 @@ def tune(
     Example: eagleray tune tune.num_trials=20
     """
     project = Project.load(config, overrides or [])
-    follower = SweepFollower(project.config.tune.num_trials, quiet=as_json)
+    num_trials = project.config.tune.num_trials
+    if resume is not None:
+        num_trials = project.runs.config(resume)["tune"]["num_trials"]
+    follower = SweepFollower(num_trials, quiet=as_json)
     with follower:
         try:
             result = project.tune(follower.show, resume=resume)
         except KeyboardInterrupt:
-            if follower.sweep_id:
-                errors.print(f"stopped; go on with: eagleray tune --resume {follower.sweep_id}")
+            if sweep_id := resume or follower.sweep_id:
+                errors.print(f"stopped; go on with: eagleray tune --resume {sweep_id}")
             raise typer.Exit(INTERRUPTED) from None
     emit(_document(result), as_json, lambda: _show(result))
 
