@@ -3,12 +3,15 @@
     runs/<run>/checkpoints/<step>/
         __0_0.distcp, .metadata     arrays, in PyTorch's distributed checkpoint format
         manifest.json               size and SHA-256 of each file, step, sample log, metrics
+        manifest.sha256             the manifest's own digest, in hexadecimal
 
 DCP itself has no integrity check: a flipped bit loads silently. So no file is opened before its
-digest was compared with the manifest's, and a folder without a manifest does not exist.
+digest was compared with the manifest's, and a folder without a manifest does not exist. Early
+checkpoints of format 1 have no `manifest.sha256`; where it is missing, the manifest is believed.
 Format and version: docs/formats.md#checkpoint.
 """
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -31,6 +34,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+CHECKSUM = "manifest.sha256"
 
 
 class CheckpointFolder:
@@ -68,6 +72,7 @@ class CheckpointFolder:
                     "samples": checkpoint.samples, "meta": checkpoint.meta,
                 }
             )  # fmt: skip
+            (folder / CHECKSUM).write_text(digest_bytes(manifest), encoding="ascii")
             (folder / MANIFEST).write_bytes(manifest)
             if self._storage.path(*self._place(name)).exists():
                 self._storage.remove(*self._place(name))
@@ -82,6 +87,14 @@ class CheckpointFolder:
             IntegrityError: It is damaged, or its format is not one that this version reads.
         """
         data = self._storage.read(*self._place(f"{step:08d}"), MANIFEST)
+        with contextlib.suppress(NotFoundError):
+            expected = self._storage.read(*self._place(f"{step:08d}"), CHECKSUM)
+            if digest_bytes(data).encode() != expected:
+                raise IntegrityError(
+                    f"{MANIFEST} of checkpoint {step} of {self._run_id} does not have the digest "
+                    f"in {CHECKSUM}",
+                    _damaged(self._run_id),
+                )
         try:
             manifest: dict[str, Any] = json.loads(data)
             found = manifest["format"]
