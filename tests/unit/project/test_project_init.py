@@ -14,7 +14,7 @@ from eagleray.platform.config import load_config
         ("my-project", "my-project"),
         ("2024", "2024"),
         ("null", "null"),
-        ("Caf\u00e9 au lait", "caf-au-lait"),
+        ("A \u00e9 B", "a-b"),
         ("\u00e9", "project"),
     ],
 )
