@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import BackpressureConfig
 
 from eagleray.platform.config import load_config
 from eagleray.platform.errors import UsageError
@@ -28,6 +29,9 @@ _DRAIN_TIMEOUT_S = 20.0
 _STARTS = 2
 # Beyond its places a replica answers 429 at once, so it must be handed more than it can hold.
 _REFUSAL_PLACES = 256
+# What waits in the proxy for a replica to refuse it is bounded as well.
+_PROXY_PLACES = 256
+_PROXY_RETRY_S = 1.0
 
 
 @serve.ingress()
@@ -68,6 +72,8 @@ def application(spec: ServingSpec) -> serve.Application:
         num_replicas=config.num_replicas,
         ray_actor_options={"num_cpus": config.cpus_per_replica},
         max_ongoing_requests=config.max_running + config.max_queued + _REFUSAL_PLACES,
+        max_queued_requests=_PROXY_PLACES,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=_PROXY_RETRY_S),
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,

@@ -1,7 +1,7 @@
 """The inference engine: continuous batching over a paged KV cache.
 
 This face is light: it imports neither torch nor Ray, so validating a request costs nothing. What
-computes is one import further: `engine.Engine`, `model_runner.ModelRunner`, `sampling.Sampler`.
+computes is one import further: `engine.Engine`, `model_runner.ModelRunner`, `sampling.sample`.
 """
 
 from eagleray.serve.engine.block_pool import BlockPool
