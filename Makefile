@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KEEP ?= 0
 
-.PHONY: help setup demo test check fmt lint types layers unit contract integration chaos gpu bench clean
+.PHONY: help setup demo test check fmt lint types layers unit contract integration chaos clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 24
@@ -33,7 +33,7 @@ types: $(STAMP)
 	@$(BIN)/mypy -p eagleray
 layers: $(STAMP)
 	@$(BIN)/lint-imports
-unit contract integration chaos gpu: $(STAMP) ## One kind of test
+unit contract integration chaos: $(STAMP) ## One kind of test
 	@$(BIN)/python -m pytest tests/$@
 clean: ## Remove the environment and caches
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage* htmlcov

@@ -49,7 +49,8 @@ def finish_run(
     `register_as` is the name in the registry; None records the run without a model, as trials do.
 
     Raises:
-        RunFailedError: It has no intact checkpoint.
+        RunFailedError: It has no intact checkpoint, or is to be registered and its audit is not
+            exact.
     """
     checkpoint, damaged = newest_intact(CheckpointFolder(storage, run_id))
     if checkpoint is None:
@@ -64,6 +65,12 @@ def finish_run(
     eval_loss = checkpoint.meta.get("eval_loss")
     if register_as is None:
         return FinishedRun(None, record, result, eval_loss)
+    if not result.is_exact:
+        raise RunFailedError(
+            f"run {run_id} is not registered: its audit found {result.missing} samples missing and "
+            f"{result.doubled} doubled in {result.steps} steps",
+            "this is a defect: please report it with the run's events; train again",
+        )
     artifact = publish_artifact(
         storage, lambda folder: _export(checkpoint, model_config, dataset, folder)
     )

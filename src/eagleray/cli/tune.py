@@ -40,7 +40,7 @@ def tune(
 
     Example: eagleray tune tune.num_trials=20
     """
-    project = Project.load(config, overrides or [])
+    project = Project.load(config, [*(overrides or []), "tune.best=null"])
     num_trials = project.config.tune.num_trials
     if resume is not None:
         num_trials = project.runs.config(resume)["tune"]["num_trials"]
