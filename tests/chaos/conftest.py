@@ -21,12 +21,12 @@ data:
 model: {dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_seq_len: 32}
 train:
   num_workers: 2
-  steps: 60
+  steps: 300
   batch_size: 8
   micro_batch_size: 4
   optimizer: {lr: 0.01}
   checkpoint: {every_steps: 10, keep: 2}
-  eval: {every_steps: 20, num_batches: 2}
+  eval: {every_steps: 100, num_batches: 2}
   log_every_steps: 2
 tune:
   num_trials: 4

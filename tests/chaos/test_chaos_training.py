@@ -52,7 +52,7 @@ def named_actor(prefix: str) -> Callable[[str, Progress], int | None]:
 def undisturbed(make_project: MakeProject, ray_cluster: str) -> TrainedRun:
     """The run that the disturbed ones must equal."""
     run = make_project().train()
-    assert (run.attempts, run.steps, run.missing, run.doubled) == (1, 60, 0, 0)
+    assert (run.attempts, run.steps, run.missing, run.doubled) == (1, 300, 0, 0)
     return run
 
 
@@ -65,7 +65,7 @@ def test_a_killed_worker_costs_neither_bits_nor_samples(
     run = project.train(kill)
     assert kill.pid is not None
     assert run.attempts == 2
-    assert (run.steps, run.samples, run.missing, run.doubled) == (60, 480, 0, 0)
+    assert (run.steps, run.samples, run.missing, run.doubled) == (300, 2400, 0, 0)
     assert run.model is not None
     assert undisturbed.model is not None
     assert run.model.artifact == undisturbed.model.artifact
@@ -81,7 +81,7 @@ def test_a_killed_store_costs_neither_bits_nor_samples(
     kill = KillOnce(14, named_actor("checkpoint-store"))
     run = make_project().train(kill)
     assert kill.pid is not None
-    assert (run.steps, run.missing, run.doubled) == (60, 0, 0)
+    assert (run.steps, run.missing, run.doubled) == (300, 0, 0)
     assert run.model is not None
     assert undisturbed.model is not None
     assert run.model.artifact == undisturbed.model.artifact
@@ -93,7 +93,7 @@ def test_a_killed_recorder_does_not_end_the_run(
     kill = KillOnce(14, named_actor("recorder"))
     run = make_project().train(kill)
     assert kill.pid is not None
-    assert (run.steps, run.missing, run.doubled) == (60, 0, 0)
+    assert (run.steps, run.missing, run.doubled) == (300, 0, 0)
     assert run.model is not None
     assert undisturbed.model is not None
     assert run.model.artifact == undisturbed.model.artifact
@@ -110,7 +110,7 @@ def test_a_run_that_dies_too_often_fails_and_can_be_resumed(
     assert state.status is RunStatus.FAILED
     assert "rank" in state.message
     run = project.resume(state.run_id)
-    assert (run.steps, run.missing, run.doubled) == (60, 0, 0)
+    assert (run.steps, run.missing, run.doubled) == (300, 0, 0)
     assert run.model is not None
     assert undisturbed.model is not None
     assert run.model.artifact == undisturbed.model.artifact
