@@ -132,7 +132,7 @@ class Registry:
         raise NotFoundError(
             f"model {name} has no version or alias {which!r} "
             f"(versions: {numbers}; aliases: {', '.join(aliases) or 'none'})",
-            "see `eagleray models show`",
+            "see `eagleray models list`",
         )
 
     def promote(
@@ -177,7 +177,7 @@ class Registry:
         before, state = self._alias(name, f"{alias}.json")
         if state is None or not state["history"]:
             raise NotFoundError(
-                f"{name}@{alias} has no earlier version to go back to", "see `eagleray models show`"
+                f"{name}@{alias} has no earlier version to go back to", "see `eagleray models list`"
             )
         *history, previous = state["history"]
         self._move(name, alias, before, previous, history)

@@ -20,7 +20,7 @@ if [ ! -x "$venv/bin/python" ]; then
       exit 2
     fi
   fi
-  echo "setup: making $venv (about two minutes, once)"
+  echo "setup: making $venv (a few minutes, once)"
   rm -rf "$venv"
   "$python" -m venv "$venv"
 fi

@@ -1,6 +1,7 @@
 """What a Ray head is told: its command line and the environment of everything that it starts."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,11 +72,26 @@ class HeadOptions:
         )
 
 
+def plain_interpreter(folder: Path) -> str:
+    """This interpreter by a path that a shell takes as one word.
+
+    Ray hands the interpreter's path to bash unquoted (ray/_private/runtime_env/context.py), so no
+    worker starts from a folder whose name has a space or another character that bash reads.
+    """
+    if shlex.quote(sys.executable) == sys.executable:
+        return sys.executable
+    # Not the interpreter itself: a venv's pyvenv.cfg is looked for beside it.
+    home = Path(sys.executable).parent.parent
+    link = folder / "env"
+    link.symlink_to(home, target_is_directory=True)
+    return str(link / Path(sys.executable).relative_to(home))
+
+
 def start_command(options: HeadOptions, folder: Path) -> list[str]:
     """The `ray start` that makes a head."""
     command = [
         # -P: the modules beside start.py must not be found as top-level ones.
-        *(sys.executable, "-P", start.__file__, "start", "--head", "--block"),
+        *(plain_interpreter(folder), "-P", start.__file__, "start", "--head", "--block"),
         f"--temp-dir={folder / 'r'}",
         f"--node-ip-address={HOST}",
         f"--port={options.gcs_port}",

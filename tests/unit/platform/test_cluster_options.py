@@ -1,6 +1,7 @@
 """The command line and environment of a head: loopback, token, nothing inherited by mistake."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from eagleray.platform.cluster.guard import MARK_VARIABLE
 from eagleray.platform.cluster.options import (
     HeadOptions,
     new_options,
+    plain_interpreter,
     start_command,
     start_environment,
 )
@@ -96,3 +98,19 @@ def test_the_hook_leaves_the_client_server_out_of_a_head_only() -> None:
     configure(worker, head=False)
     assert head.ray_client_server_port is None
     assert worker.ray_client_server_port == 10001
+
+
+def test_an_interpreter_behind_a_space_is_reached_by_a_path_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "a folder" / "venv"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "python").touch()
+    short = tmp_path / "short"
+    short.mkdir()
+    monkeypatch.setattr(sys, "executable", str(home / "bin" / "python"))
+    found = plain_interpreter(short)
+    assert found == str(short / "env" / "bin" / "python")
+    assert Path(found).exists()
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    assert plain_interpreter(short) == "/usr/bin/python3"
