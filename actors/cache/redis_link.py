@@ -62,6 +62,7 @@ class RedisLink:
             self._connection.send_packed_command(packed, check_health=False)
             return [self._reply() for _ in commands]
         except BaseException:
+            # A reply may be on its way still: the next call on this connection would take it.
             self.close()
             raise
 

@@ -116,6 +116,7 @@ def _demo(keep: bool) -> None:
     try:
         _walk(project, summary, keep)
     except BaseException:
+        # Also on Ctrl-C: a demo that did not end well leaves no cluster.
         if keep:
             down(project.loaded)
         raise
