@@ -309,7 +309,6 @@ class TuneConfig(Section):
 class EvalConfig(Section):
     """The gate: what a model must reach before `models promote` lets it through."""
 
-    num_batches: int = Field(default=8, ge=1)
     max_loss: float | None = Field(default=None, gt=0)
     """Highest held-out loss in nats per token; null: only better than the model now promoted."""
     tolerance: float = Field(default=0.02, ge=0)
