@@ -48,11 +48,12 @@ def until() -> Callable[..., None]:
     return wait
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[str]:
     """A private local Ray cluster with four CPUs and token authentication; gives its address.
 
-    Session-wide: tests share it, name no actors, and end what they start in it.
+    The tests of a module share it, name no actors, and end what they start in it. It ends with
+    them: other modules test what happens in a process without Ray.
     """
     import ray
     from ray._raylet import AuthenticationTokenLoader, Config

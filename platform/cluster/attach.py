@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.services as services
 import ray._private.state as ray_state
 
 from eagleray.platform.cluster.driver import driver_settings, raylet_messages_logged
-from eagleray.platform.cluster.gcs import look
+from eagleray.platform.cluster.gcs import look, split_address
 from eagleray.platform.cluster.head import Head, new_folder, remove_abandoned
 from eagleray.platform.cluster.options import new_options
 from eagleray.platform.cluster.resources import (
@@ -44,6 +46,7 @@ from eagleray.platform.storage import Storage
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "eagleray"
+NOTHING = Demand(0)
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _LOOK_TIMEOUT_S = 5.0
 
@@ -99,17 +102,15 @@ class _Target:
 @contextlib.contextmanager
 def session(
     loaded: LoadedConfig,
+    need: Demand = NOTHING,
     *,
-    need_cpus: float = 0.0,
-    need_gpus: float = 0.0,
     log_to_driver: bool = False,
 ) -> Iterator[ClusterInfo]:
     """Attach to a cluster while the block runs.
 
     Args:
         loaded: The project.
-        need_cpus: CPUs that the block will want at the same time, in all.
-        need_gpus: GPUs, likewise.
+        need: What the block will want at the same time; refused at once if it can never be placed.
         log_to_driver: Show what the workers print.
 
     Raises:
@@ -118,7 +119,6 @@ def session(
         ServiceError: It cannot be reached, or a private one did not start.
     """
     cluster = loaded.config.cluster
-    need = Demand(1, need_cpus, need_gpus, "piece of work")
     with contextlib.ExitStack() as stack:
         if ray.is_initialized():
             info = _attached(cluster)
@@ -127,9 +127,7 @@ def session(
         else:
             target = stack.enter_context(_private_head(cluster, need, log_to_driver))
             info = stack.enter_context(_driver(target, cluster, log_to_driver, is_private=True))
-        nodes = info.nodes()
-        whole = NodeResources("all", sum(n.cpus for n in nodes), sum(n.gpus for n in nodes))
-        check_feasible(need, [whole])
+        info.check_feasible(need)
         yield info
 
 
@@ -157,7 +155,7 @@ def _private_head(cluster: ClusterConfig, need: Demand, log_to_driver: bool) -> 
     offered = NodeResources(
         "this machine",
         cluster.num_cpus or os.cpu_count() or 1,
-        need.gpus if cluster.num_gpus is None else cluster.num_gpus,
+        need.count * need.gpus if cluster.num_gpus is None else cluster.num_gpus,
     )
     check_feasible(need, [offered])
     remove_abandoned()
@@ -214,7 +212,29 @@ def _init(target: _Target, log_to_driver: bool) -> None:
 
 def _attached(cluster: ClusterConfig) -> ClusterInfo:
     address = ray.get_runtime_context().gcs_address
+    wanted = cluster.address
+    if wanted is not None and _JOB_VARIABLE not in os.environ and not _is_same(address, wanted):
+        raise UsageError(
+            f"this process already talks to the Ray cluster at {address}, "
+            f"but cluster.address names {wanted}",
+            "call ray.shutdown() first, or leave cluster.address empty",
+        )
     return ClusterInfo(address, None, False, cluster.place_timeout_s)
+
+
+def _is_same(address: str, other: str) -> bool:
+    """Whether two addresses lead to one GCS; a loopback name stands for this machine."""
+    (host, port), (other_host, other_port) = split_address(address), split_address(other)
+    return port == other_port and not _ips(host).isdisjoint(_ips(other_host))
+
+
+def _ips(host: str) -> set[str]:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return {host}
+    here = services.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return found | {here} if any(ip.startswith("127.") or ip == "::1" for ip in found) else found
 
 
 @contextlib.contextmanager

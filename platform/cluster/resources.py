@@ -32,10 +32,15 @@ class Demand:
     count: int
     cpus: float = 0.0
     gpus: float = 0.0
-    what: str = "workers"
+    what: str = "worker"
+    """What one bundle is for."""
 
     def __str__(self) -> str:
-        return f"{self.count} {self.what} of {_amounts(self.cpus, self.gpus)} each"
+        each = f"{self.count} {self.what}{'' if self.count == 1 else 's'} of "
+        each += _amounts(self.cpus, self.gpus)
+        if self.count == 1:
+            return each
+        return f"{each} each ({_amounts(self.count * self.cpus, self.count * self.gpus)} in all)"
 
     def fits(self, nodes: Sequence[NodeResources]) -> bool:
         """Whether all bundles find a place on these nodes at the same time."""

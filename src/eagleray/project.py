@@ -173,13 +173,14 @@ class Project:
         )
         train = project.config.train
         gpus = 1.0 if train.device == "cuda" else 0.0
+        need = Demand(1, train.cpus_per_worker, gpus, "trial")
         with (
             self.runs.claim(sweep_id),
             _recorded(self.runs, sweep_id),
-            session(self.loaded, need_cpus=train.cpus_per_worker, need_gpus=gpus) as cluster,
+            session(self.loaded, need) as cluster,
         ):
             # Tune itself waits without end for what is never free.
-            cluster.wait_for_resources(Demand(1, train.cpus_per_worker, gpus, "trial"))
+            cluster.wait_for_resources(need)
             self._note_dataset(sweep_id, dataset)
             observe = on_progress or (lambda _: None)
             return run_sweep(self.storage, project.config, dataset, sweep_id, observe)
@@ -255,18 +256,14 @@ class Project:
                 on_progress(run_id, progress)
 
         gpus = 1.0 if train.device == "cuda" else 0.0
-        demand = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker(s)")
+        need = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker")
         with (
             self.runs.claim(run_id),
             _recorded(self.runs, run_id),
-            session(
-                self.loaded,
-                need_cpus=train.num_workers * train.cpus_per_worker,
-                need_gpus=train.num_workers * gpus,
-            ) as cluster,
+            session(self.loaded, need) as cluster,
             self._redis() as redis_url,
         ):
-            cluster.wait_for_resources(demand)
+            cluster.wait_for_resources(need)
             self._note_dataset(run_id, dataset)
             training = Training(self.config, self.storage, run_id, spec, dataset.digest, redis_url)
             try:

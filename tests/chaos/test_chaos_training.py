@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_more_workers_than_the_cluster_holds_is_refused_at_once(make_project: MakeProject) -> None:
     project = make_project("train.num_workers=8", "train.cpus_per_worker=4")
-    with pytest.raises(InfeasibleError, match="32 CPUs") as caught:
+    with pytest.raises(InfeasibleError, match="8 training workers of 4 CPU each") as caught:
         project.train()
     assert caught.value.exit_code == 3
     assert project.runs.all()[0].status is RunStatus.FAILED

@@ -19,20 +19,29 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 DRIVER = """\
 import json, os, signal, sys
 import ray
-from eagleray.platform.cluster import guard, session
+from eagleray.platform.cluster import Demand, guard, session
 from eagleray.platform.cluster.options import TRAIN_VARIABLES
 from eagleray.platform.config import load_config
+from eagleray.platform.errors import UsageError
 
 AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 OURS = {*AUTH, *TRAIN_VARIABLES}
 handler = signal.getsignal(signal.SIGTERM)
 settings = dict(os.environ)
 loaded = load_config(sys.argv[1])
-with session(loaded, need_cpus=1) as info:
+with session(loaded, Demand(1, 1)) as info:
     mark = ray.get(ray.remote(lambda: os.environ["EAGLERAY_CLUSTER_MARK"]).remote(), timeout=60)
     with session(loaded) as same:
         assert same.address == info.address
     assert ray.is_initialized()
+    port = info.address.rpartition(":")[2]
+    with session(load_config(sys.argv[1], [f"cluster.address=localhost:{port}"])) as same:
+        assert same.address == info.address
+    try:
+        with session(load_config(sys.argv[1], ["cluster.address=127.0.0.1:1"])):
+            raise AssertionError("worked on another cluster than the one that was named")
+    except UsageError as error:
+        assert info.address in error.what and "127.0.0.1:1" in error.what
     told = {"mark": mark, "private": info.is_private, "dashboard": info.dashboard_url}
     print(json.dumps(told), flush=True)
     if len(sys.argv) > 2:

@@ -34,13 +34,13 @@ ROOT = Path(__file__).parents[2]
 ATTACH = """\
 import json, sys, time
 import ray
-from eagleray.platform.cluster import session
+from eagleray.platform.cluster import Demand, session
 from eagleray.platform.config import load_config
 from eagleray.platform.errors import EagleRayError
 
 started = time.monotonic()
 try:
-    with session(load_config(sys.argv[1], sys.argv[3:]), need_cpus=float(sys.argv[2])) as info:
+    with session(load_config(sys.argv[1], sys.argv[3:]), Demand(1, float(sys.argv[2]))) as info:
         answer = ray.get(ray.remote(lambda: 6 * 7).remote(), timeout=60)
         told = {"address": info.address, "private": info.is_private, "answer": answer}
         told["cpus"] = sum(node.cpus for node in info.nodes())

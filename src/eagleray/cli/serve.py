@@ -64,10 +64,10 @@ def serve(arguments: ModelAndOverrides = None, config: ConfigOption = Path(CONFI
     check_port(settings, may_be_ours=True)
     spec = resolve(project.loaded, model)
     console.print(f"starting {spec.name}@{spec.version}", markup=False)
-    needed = settings.num_replicas * settings.cpus_per_replica
-    from eagleray.platform.cluster import session
+    from eagleray.platform.cluster import Demand, session
 
-    with session(project.loaded, need_cpus=needed) as cluster:
+    need = Demand(settings.num_replicas, settings.cpus_per_replica, what="replica")
+    with session(project.loaded, need) as cluster:
         from eagleray.serve.deployment import deploy as put_on
         from eagleray.serve.deployment import first_key, undeploy
 

@@ -103,7 +103,10 @@ def test_more_than_this_machine_may_offer_is_refused_before_anything_starts(
     loaded: LoadedConfig,
 ) -> None:
     small = load_config(loaded.root, ["cluster.num_cpus=2"])
-    with pytest.raises(InfeasibleError, match="3 CPU"), cluster.session(small, need_cpus=3):
+    with (
+        pytest.raises(InfeasibleError, match="3 CPU"),
+        cluster.session(small, cluster.Demand(1, 3)),
+    ):
         raise AssertionError("a cluster was started")
 
 

@@ -47,7 +47,7 @@ def test_no_nodes_hold_nothing() -> None:
 def test_the_refusal_says_what_was_asked_and_what_there_is() -> None:
     with pytest.raises(InfeasibleError) as refused:
         check_feasible(Demand(2, cpus=1, gpus=1), TWO_NODES)
-    assert "2 workers of 1 CPU and 1 GPU each" in refused.value.what
+    assert "2 workers of 1 CPU and 1 GPU each (2 CPU and 2 GPU in all)" in refused.value.what
     assert "6 CPU and 1 GPU on 2 nodes, at most 2 CPU and 1 GPU on one" in refused.value.what
     assert "cluster.num_cpus" in refused.value.fix
 
