@@ -6,6 +6,7 @@ Serve's controller keeps it.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -47,7 +48,10 @@ class Endpoint:
 
 
 def deploy(
-    loaded: LoadedConfig, model: str | None = None, timeout_s: float = _READY_TIMEOUT_S
+    loaded: LoadedConfig,
+    model: str | None = None,
+    timeout_s: float = _READY_TIMEOUT_S,
+    on_wait: Callable[[str], None] = lambda _: None,
 ) -> Endpoint:
     """Serve a model on the connected cluster, or replace the one that is served.
 
@@ -57,6 +61,7 @@ def deploy(
         loaded: The project.
         model: Which model; None: `serve.model`, else the project's own.
         timeout_s: How long the model may take until it answers.
+        on_wait: Told the state again and again meanwhile.
 
     Raises:
         NotFoundError: There is no such model.
@@ -85,18 +90,29 @@ def deploy(
         wait_for_applications_running=False,
     )
     endpoint = Endpoint(base_url(config), f"{spec.name}@{spec.version}", spec.record)
-    _await_ready(endpoint, timeout_s)
+    _await_ready(endpoint, timeout_s, on_wait)
     logger.info("deployed model=%s url=%s", endpoint.model, endpoint.url)
     return endpoint
 
 
-def undeploy() -> None:
-    """Take the model off; Ray Serve stops too if it has nothing else to do."""
-    if APPLICATION in serve.status().applications:
+def is_deployed() -> bool:
+    """Whether the connected cluster serves a model of ours."""
+    return APPLICATION in serve.status().applications
+
+
+def undeploy() -> bool:
+    """Take the model off; Ray Serve stops too if it has nothing else to do.
+
+    Returns:
+        Whether there was one.
+    """
+    was_deployed = is_deployed()
+    if was_deployed:
         serve.delete(APPLICATION)
     status = serve.status()
     if status.proxies and not status.applications:
         serve.shutdown()  # type: ignore[no-untyped-call]  # Ray leaves it unannotated
+    return was_deployed
 
 
 def first_key(loaded: LoadedConfig) -> str | None:
@@ -122,13 +138,14 @@ def _check_capacity(config: ServeConfig) -> None:
         )
 
 
-def _await_ready(endpoint: Endpoint, timeout_s: float) -> None:
+def _await_ready(endpoint: Endpoint, timeout_s: float, on_wait: Callable[[str], None]) -> None:
     deadline_s = time.monotonic() + timeout_s
     answers_by_s = None
     state = "not started"
     while time.monotonic() < deadline_s:
         status = serve.status()
         state = _state(status)
+        on_wait(state)
         found = status.applications.get(APPLICATION)
         if found and found.status == ApplicationStatus.DEPLOY_FAILED:
             raise ServiceError(

@@ -1,10 +1,7 @@
 """Fixtures for all tests."""
 
 import logging
-import os
-import secrets
-import shutil
-import tempfile
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from eagleray.platform.config import load_config
 from eagleray.platform.storage import Storage
 
 # A busy machine makes any example slow; pytest-timeout bounds the whole test instead.
 settings.register_profile("eagleray", deadline=None, max_examples=50)
 settings.load_profile("eagleray")
+
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -49,47 +51,17 @@ def until() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[str]:
-    """A private local Ray cluster with four CPUs and token authentication; gives its address.
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A private Ray cluster of four CPUs, as the verbs start one; gives its address.
 
     The tests of a module share it, name no actors, and end what they start in it. It ends with
     them: other modules test what happens in a process without Ray.
     """
-    import ray
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from eagleray.platform.cluster import session
 
-    # A short path: Ray puts Unix sockets deep below it.
-    folder = Path(tempfile.mkdtemp(prefix="er-", dir="/tmp"))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    names = (*ours, "RAY_AUTH_TOKEN", "RAY_ADDRESS")
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ.update(ours)
-
-    def forget_authentication() -> None:
-        # Ray reads mode and token once per process; another test may have made it do so.
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
-
-    forget_authentication()
-    try:
-        context = ray.init(
-            num_cpus=4,
-            object_store_memory=200_000_000,
-            include_dashboard=False,
-            namespace="eagleray",
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            _temp_dir=str(folder / "ray"),
-        )
-        yield str(context.address_info["gcs_address"])
-    finally:
-        ray.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        forget_authentication()
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "eagleray.yaml").write_text(
+        "name: test\ncluster: {num_cpus: 4, object_store_bytes: 200MB, start_timeout_s: 120}\n"
+    )
+    with session(load_config(folder)) as info:
+        yield info.address

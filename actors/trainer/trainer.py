@@ -5,6 +5,10 @@ Ray the loader, store and recorder actors; if the driver dies, all of these end 
 `eagleray resume` goes on from storage.
 """
 
+import contextlib
+import functools
+import logging
+import math
 import os
 import threading
 import time
@@ -14,27 +18,44 @@ from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from eagleray.actors.cache.evictor_actor import create_evictor
 from eagleray.actors.checkpoint.actor import create_store
+from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
+from eagleray.actors.trainer.controller_parts import FaultCallback, ProcessGroupConfig
 from eagleray.actors.trainer.loop import LoopSpec
+from eagleray.actors.trainer.ray_trainer import EndableTrainer
 from eagleray.actors.trainer.recorder import Fatal, RunView, WorkerInfo
 from eagleray.actors.trainer.recorder_actor import RecorderClient, create_recorder
 from eagleray.actors.trainer.step_row import StepRow
-from eagleray.actors.trainer.worker import FaultCallback, RunActors, train_worker
-from eagleray.platform.config import ProjectConfig
-from eagleray.platform.errors import EagleRayError, RunFailedError
+from eagleray.actors.trainer.worker import RunActors, train_worker
+from eagleray.platform.cluster import Demand
+from eagleray.platform.cluster.options import TRAIN_VARIABLES
+from eagleray.platform.cluster.ports import HOST
+from eagleray.platform.config import ProjectConfig, TrainConfig
+from eagleray.platform.errors import EagleRayError, RunFailedError, ServiceError
 from eagleray.platform.storage import Storage
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.25
-# Ray Train looks at its workers at this interval: it bounds how fast a death is noticed.
+# A job that is stopped has 20 s in all: see platform/cluster/options.py.
+_SAVE_S = 10.0
+_END_S = 5.0
+# Longer than any other rank may be busy alone: with a checkpoint, or with the first batches.
+_GROUP_TIMEOUT_S = 600.0
+_RANKS_SHOWN = 4
+_LONGEST_REASON = 1000
+_START_TIMEOUT_S = TRAIN_VARIABLES["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]
 _TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    **TRAIN_VARIABLES,
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
     "RAY_TRAIN_METRICS_ENABLED": "1",
+    # The controller blocks in `ray.get` on purpose.
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
 
 
@@ -46,6 +67,11 @@ class Progress:
     attempt: int
     workers: tuple[WorkerInfo, ...]
     first_row_at: dict[int, float]
+
+    @classmethod
+    def none(cls) -> "Progress":
+        """Nothing yet."""
+        return cls((), 0, (), {})
 
 
 class FatalRunError(RunFailedError):
@@ -82,6 +108,7 @@ class Training:
         self._actors = _create_actors(config, storage, run_id, dataset, redis_url)
         self._recorder = RecorderClient(self._actors.recorder)
         self._error: BaseException | None = None
+        self._trainer = self._make_trainer()
         self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
 
     def start(self) -> None:
@@ -91,10 +118,19 @@ class Training:
     def wait(self, on_progress: Callable[[Progress], None]) -> None:
         """Follow the run to its end.
 
+        An interruption lets the workers save what they have computed, if they are quick.
+
         Raises:
             FatalRunError: It met a failure that no retry can mend.
             RunFailedError: Its workers died more often than `train.max_failures`.
         """
+        try:
+            self._follow(on_progress)
+        except (KeyboardInterrupt, SystemExit):
+            self._save()
+            raise
+
+    def _follow(self, on_progress: Callable[[Progress], None]) -> None:
         seen, has_ended = 0, False
         while not has_ended:
             self._thread.join(_POLL_S)
@@ -103,14 +139,26 @@ class Training:
             view: RunView = self._recorder.ask("view", seen)
             seen += len(view.rows)
             on_progress(Progress(view.rows, view.attempt, view.workers, view.first_row_at))
+            # Ray Train would start the workers anew only to hear that it is of no use.
+            has_ended = has_ended or view.fatal is not None
         self._raise(view.fatal)
 
-    def stop(self, reason: str) -> None:
-        """Let the workers write a checkpoint and end."""
-        self._recorder.ask("request_stop", reason)
+    def _save(self) -> None:
+        """Let the workers write a checkpoint and end, if they are there."""
+        recorder = RecorderClient(self._actors.recorder, _SAVE_S)
+        with contextlib.suppress(ServiceError):
+            if not recorder.ask("view", 0).workers:
+                return
+            recorder.ask("request_stop", "interrupted")
+            self._thread.join(_SAVE_S)
+        if self._thread.is_alive():
+            logger.warning("workers did not save their last steps in %g s", _SAVE_S)
 
     def close(self) -> None:
-        """End the run's actors."""
+        """End Ray Train and the run's actors, whatever they do."""
+        self._trainer.end()
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
         actors = self._actors
         for actor in (
             actors.recorder,
@@ -121,33 +169,40 @@ class Training:
             ray.kill(actor)
 
     def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            self._error = error
+
+    def _make_trainer(self) -> EndableTrainer:
         train = self._config.train
-        resources = {"CPU": train.cpus_per_worker}
-        if train.device == "cuda":
-            resources["GPU"] = 1
+        cpus, gpus = _worker_resources(train)
         os.environ.update(_TRAIN_ENVIRONMENT)
-        trainer = TorchTrainer(
-            train_worker,
-            train_loop_config={"spec": self._spec, "actors": self._actors},
-            torch_config=TorchConfig(backend="nccl" if train.device == "cuda" else "gloo"),
+        return EndableTrainer(
+            # Not by `train_loop_config`: the controller would load it, and with it torch.
+            functools.partial(train_worker, self._spec, self._actors),
+            is_fixed=_is_fixed(),
+            torch_config=ProcessGroupConfig(
+                "nccl" if train.device == "cuda" else "gloo", _GROUP_TIMEOUT_S
+            ),
             scaling_config=ScalingConfig(
                 num_workers=train.num_workers,
                 use_gpu=train.device == "cuda",
-                resources_per_worker=resources,
+                resources_per_worker={"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus},
             ),
             run_config=RunConfig(
                 # Our own store keeps checkpoints; Ray Train's folder holds only its bookkeeping.
                 name=f"{self._run_id}-{int(time.time())}",
                 storage_path=str(self._storage.path("runs", self._run_id, "ray")),
-                failure_config=FailureConfig(max_failures=train.max_failures),
+                failure_config=FailureConfig(
+                    max_failures=train.max_failures,
+                    # A field of Ray Train v2, which the annotations do not know.
+                    controller_failure_limit=_start_failures(self._config),  # type: ignore[call-arg]
+                ),
                 # Train's callbacks are not the Tune callbacks that the annotation names.
                 callbacks=[FaultCallback(self._actors.recorder)],  # type: ignore[list-item]
             ),
         )
-        try:
-            trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            self._error = error
 
     def _raise(self, fatal: Fatal | None) -> None:
         if fatal is not None:
@@ -156,10 +211,23 @@ class Training:
             return
         if isinstance(self._error, EagleRayError):
             raise self._error
+        has_checkpoint = CheckpointFolder(self._storage, self._run_id).steps()
+        start = "its newest checkpoint" if has_checkpoint else "the beginning: it has no checkpoint"
         raise RunFailedError(
-            f"run {self._run_id} failed: {_reason(self._error)}",
-            f"see its events; `eagleray resume {self._run_id}` goes on from its checkpoint",
+            f"run {self._run_id} failed: {self._reason(self._error)}",
+            f"correct the cause; `eagleray resume {self._run_id}` then goes on from {start}",
         ) from self._error
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, WorkerGroupError):
+            failures = sorted(error.worker_failures.items())[:_RANKS_SHOWN]
+            return "; ".join(f"rank {rank}: {_last_line(failure)}" for rank, failure in failures)
+        if isinstance(error, ControllerError):
+            error = error.controller_failure
+        if isinstance(error, WorkerGroupStartupTimeoutError):
+            wanted = Demand(error.num_workers, *_worker_resources(self._config.train))
+            return f"its workers found no place again and again: {wanted} at the same time"
+        return f"{type(error).__name__}: {_last_line(error)}"
 
 
 def _create_actors(
@@ -177,7 +245,7 @@ def _create_actors(
         redis_url=redis_url,
         evictor=evictor,
     )
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = [node["NodeID"] for node in _nodes()]
     return RunActors(
         create_recorder(storage, run_id),
         create_store(storage, run_id, config.train.checkpoint),
@@ -187,15 +255,30 @@ def _create_actors(
     )
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, WorkerGroupError):
-        failures = sorted(error.worker_failures.items())
-        return "; ".join(f"rank {rank}: {_last_line(failure)}" for rank, failure in failures[:4])
-    if isinstance(error, ControllerError | TrainingFailedError):
-        return _last_line(error)
-    return f"{type(error).__name__}: {_last_line(error)}"
+def _nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
+def _is_fixed() -> bool:
+    """Whether the cluster is one machine on its loopback: no node can come or go."""
+    return {node["NodeManagerAddress"] for node in _nodes()} == {HOST}
+
+
+def _worker_resources(train: TrainConfig) -> tuple[float, float]:
+    """CPUs and GPUs of one worker."""
+    return train.cpus_per_worker, 1.0 if train.device == "cuda" else 0.0
+
+
+def _start_failures(config: ProjectConfig) -> int:
+    """How often workers may fail to start: after each failure as long as any work may wait.
+
+    Ray Train tries it without end by default.
+    """
+    one_wait = math.ceil(config.cluster.place_timeout_s / float(_START_TIMEOUT_S))
+    return max(1, one_wait) * (config.train.max_failures + 1)
 
 
 def _last_line(error: Any) -> str:
     lines = str(error).strip().splitlines()
-    return lines[-1][:300] if lines else type(error).__name__
+    return lines[-1][:_LONGEST_REASON] if lines else type(error).__name__

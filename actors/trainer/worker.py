@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
-from ray.train import UserCallback
 
 from eagleray.actors.checkpoint.client import StoreClient
 from eagleray.actors.data.loader import Batch
@@ -51,30 +50,12 @@ class LoaderSource:
         return self._client.eval_batch(index).tokens
 
 
-class FaultCallback(UserCallback):
-    """Tells the recorder of workers that died or failed; runs in Ray Train's controller."""
-
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
-
-    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Ray Train's hook."""
-        message = "; ".join(
-            f"rank {rank}: {_first_line(error)}"
-            for rank, error in sorted(worker_exceptions.items())
-        )
-        # Not waited for: the controller must go on to restart the workers.
-        self._recorder.call.remote("fault", message[:2000], sorted(worker_exceptions))
-
-
-def train_worker(config: dict[str, Any]) -> None:
+def train_worker(spec: LoopSpec, actors: RunActors) -> None:
     """Ray Train's entry point of one worker.
 
     A failure that a restart cannot mend is noted before it ends the attempt; in the next attempt
     every worker sees the note and returns at once, so the driver learns of it without more retries.
     """
-    spec: LoopSpec = config["spec"]
-    actors: RunActors = config["actors"]
     context = ray.train.get_context()
     seat = Seat(context.get_world_rank(), context.get_world_size())
     configure_logging()
@@ -99,8 +80,3 @@ def train_worker(config: dict[str, Any]) -> None:
                 "fail", Fatal(type(error).__name__, error.what, error.fix, error.exit_code)
             )
         raise
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__

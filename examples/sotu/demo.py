@@ -32,7 +32,6 @@ from eagleray.cli.train import RunFollower
 from eagleray.cli.tune import SweepFollower
 from eagleray.platform.cluster import down, session, up
 from eagleray.platform.errors import EagleRayError
-from eagleray.platform.gate import judge
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 from eagleray.platform.report import write_report
@@ -145,11 +144,7 @@ def _walk(project: Project, summary: Summary, keep: bool) -> None:
             summary.figure = f"held-out loss {before:.3f} before, {run.eval_loss:.3f} after"
         with summary.stage("promote"):
             assert run.model is not None, "the demo registers its model"
-            rules = tuned.config.eval
-            tuned.registry.promote(
-                run.model,
-                gate=lambda new, old: judge(new.metrics, old.metrics if old else None, rules),
-            )
+            tuned.promote(run.model)
             summary.figure = f"{run.model.spec} is prod"
         with summary.stage("deploy"):
             endpoint = deploy(tuned.loaded)

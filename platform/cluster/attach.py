@@ -17,7 +17,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,9 +182,10 @@ def _driver(
     check_same(sight.versions, Versions.here(), target.address)
     info = ClusterInfo(target.address, sight.dashboard_url, is_private, cluster.place_timeout_s)
     quiet = contextlib.nullcontext() if log_to_driver else raylet_messages_logged()
-    with driver_settings(target.access, target.address), _sigterm_kept(), quiet:
+    with driver_settings(target.access, target.address), _sigterm_kept() as put_back, quiet:
         try:
             _init(target, log_to_driver)
+            put_back()
             yield info
         finally:
             ray.shutdown()
@@ -238,14 +239,23 @@ def _ips(host: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Ray replaces the process's SIGTERM handler for good; put the old one back."""
+def _sigterm_kept() -> Iterator[Callable[[], None]]:
+    """Ray replaces the process's SIGTERM handler for good; put the old one back.
+
+    What it yields does so before the block ends, if the process has a handler of its own; without
+    one, Ray's raises SystemExit, and the session ends in order.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     before = signal.getsignal(signal.SIGTERM)
+
+    def put_back() -> None:
+        if callable(before):
+            signal.signal(signal.SIGTERM, before)
+
     try:
-        yield
+        yield put_back
     finally:
         signal.signal(signal.SIGTERM, before)
 

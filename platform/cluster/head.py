@@ -75,7 +75,7 @@ class Head:
             stdout=log,
             stderr=log,
             cwd=folder,
-            env=start_environment(os.environ, options, mark, token_file),
+            env=start_environment(os.environ, options, mark, folder, token_file),
             # A Ctrl-C at the terminal is for the owner; it decides what becomes of the cluster.
             start_new_session=True,
         )

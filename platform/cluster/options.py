@@ -29,7 +29,7 @@ _QUIET_VARIABLES = {
     "RAY_ROTATION_MAX_BYTES": "20000000",
     "RAY_ROTATION_BACKUP_COUNT": "1",
     # A stopped job's driver has this long to save what it wants to.
-    "RAY_JOB_STOP_WAIT_TIME_S": "10",
+    "RAY_JOB_STOP_WAIT_TIME_S": "20",
 }
 # They would lead a new cluster to the one that this process itself belongs to.
 _FOREIGN_VARIABLES = (
@@ -119,7 +119,7 @@ def start_command(options: HeadOptions, folder: Path) -> list[str]:
 
 
 def start_environment(
-    base: Mapping[str, str], options: HeadOptions, mark: str, token_file: Path
+    base: Mapping[str, str], options: HeadOptions, mark: str, folder: Path, token_file: Path
 ) -> dict[str, str]:
     """The environment of every process of a cluster."""
     kept = {name: value for name, value in base.items() if name not in _FOREIGN_VARIABLES}
@@ -137,6 +137,8 @@ def start_environment(
         "PATH": os.pathsep.join([scripts, kept.get("PATH", os.defpath)]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
+        # What a process leaves behind when it is killed is removed with the folder.
+        "TMPDIR": str(folder),
         # Fixed ports by default, which two clusters on one machine cannot share.
         "AUTOSCALER_METRIC_PORT": str(options.monitor_metrics_port),
         "DASHBOARD_METRIC_PORT": str(options.dashboard_metrics_port),

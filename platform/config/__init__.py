@@ -9,6 +9,7 @@ from eagleray.platform.config.load import (
     load_config,
     parse_overrides,
     resolved_json,
+    validated,
     with_overrides,
 )
 from eagleray.platform.config.sections import (
@@ -67,5 +68,6 @@ __all__ = [
     "load_config",
     "parse_overrides",
     "resolved_json",
+    "validated",
     "with_overrides",
 ]

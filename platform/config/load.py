@@ -86,7 +86,7 @@ def load_config(path: Path | str = CONFIG_NAME, overrides: Sequence[str] = ()) -
         path = path / CONFIG_NAME
     tree = _read_yaml(path)
     return LoadedConfig(
-        _validated(_merged(tree, parse_overrides(overrides)), str(path)), path.resolve().parent
+        validated(_merged(tree, parse_overrides(overrides)), str(path)), path.resolve().parent
     )
 
 
@@ -97,7 +97,24 @@ def with_overrides(config: ProjectConfig, overrides: Mapping[str, Any]) -> Proje
         ConfigError: A path does not exist or a value breaks a rule.
     """
     tree = config.model_dump(mode="python", exclude_unset=True)
-    return _validated(_merged(tree, overrides), "overrides")
+    return validated(_merged(tree, overrides), "overrides")
+
+
+def validated(tree: Mapping[str, Any], source: str) -> ProjectConfig:
+    """The configuration of a tree from anywhere.
+
+    Args:
+        tree: Plain values.
+        source: What an error names as the place of its problems.
+
+    Raises:
+        ConfigError: It breaks rules; all of them are listed.
+    """
+    try:
+        return ProjectConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = tuple(_problem(detail) for detail in error.errors(include_url=False))
+        raise ConfigError(source, problems) from None
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
@@ -217,14 +234,6 @@ def _index(node: list[Any], path: str, key: str) -> int:
             "lists are indexed from 0",
         )
     return int(key)
-
-
-def _validated(tree: Mapping[str, Any], source: str) -> ProjectConfig:
-    try:
-        return ProjectConfig.model_validate(tree)
-    except ValidationError as error:
-        problems = tuple(_problem(detail) for detail in error.errors(include_url=False))
-        raise ConfigError(source, problems) from None
 
 
 def _problem(detail: Any) -> Problem:

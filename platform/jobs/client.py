@@ -32,7 +32,7 @@ _QUIET_S = 15.0
 _RECONNECTS = 8
 _LONGEST_BACKOFF_S = 5.0
 # Ray gives a stopped job RAY_JOB_STOP_WAIT_TIME_S before it kills it: see cluster/options.py.
-STOP_TIMEOUT_S = 25.0
+STOP_TIMEOUT_S = 35.0
 
 
 class Jobs:

@@ -24,10 +24,12 @@ from eagleray.platform.config import (
     ProjectConfig,
     load_config,
     resolved_json,
+    validated,
 )
 from eagleray.platform.errors import DataError, NotFoundError, UsageError
+from eagleray.platform.gate import judge
 from eagleray.platform.ledger import Ledger
-from eagleray.platform.registry import ModelVersion, Registry
+from eagleray.platform.registry import DEFAULT_ALIAS, ModelVersion, Registry
 from eagleray.platform.runs import RunState, RunStatus, RunStore
 from eagleray.platform.storage import Storage
 
@@ -152,6 +154,7 @@ class Project:
     def tune(
         self,
         on_progress: Callable[[SweepHistory], None] | None = None,
+        on_data: Callable[[BuildProgress], None] | None = None,
         *,
         resume: str | None = None,
     ) -> SweepResult:
@@ -167,7 +170,7 @@ class Project:
 
         project = self if resume is None else self._resumable(resume, "sweep")
         check_space(project.config)
-        dataset = project.build_data() if resume is None else project._dataset_of(resume)
+        dataset = project.build_data(on_data) if resume is None else project._dataset_of(resume)
         sweep_id = resume or self.runs.create(
             f"{self.config.name}-sweep", "sweep", resolved_json(project.config)
         )
@@ -184,6 +187,19 @@ class Project:
             self._note_dataset(sweep_id, dataset)
             observe = on_progress or (lambda _: None)
             return run_sweep(self.storage, project.config, dataset, sweep_id, observe)
+
+    def promote(self, version: ModelVersion, alias: str = DEFAULT_ALIAS) -> None:
+        """Point an alias at a model, if the gate that `eval` describes lets it through.
+
+        Raises:
+            GateRefusedError: It does not; nothing changed.
+        """
+        rules = self.config.eval
+        self.registry.promote(
+            version,
+            alias,
+            lambda new, old: judge(new.metrics, old.metrics if old else None, rules),
+        )
 
     def state(self, run_id: str) -> RunState:
         """Where a run stands."""
@@ -230,7 +246,8 @@ class Project:
             redis=self.config.redis.model_dump(), cluster=self.config.cluster.model_dump(),
             storage=self.config.storage.model_dump(),
         )  # fmt: skip
-        return Project(LoadedConfig(ProjectConfig.model_validate(saved), self.loaded.root))
+        config = validated(saved, f"the saved configuration of run {run_id}")
+        return Project(LoadedConfig(config, self.loaded.root))
 
     def _run(
         self,
@@ -240,7 +257,7 @@ class Project:
     ) -> TrainedRun:
         from eagleray.actors.trainer.finish import finish_run
         from eagleray.actors.trainer.loop import LoopSpec
-        from eagleray.actors.trainer.trainer import Training
+        from eagleray.actors.trainer.trainer import Progress, Training
         from eagleray.platform.cluster import Demand, session
         from eagleray.platform.model.config import DecoderConfig
 
@@ -256,6 +273,8 @@ class Project:
                 on_progress(run_id, progress)
 
         gpus = 1.0 if train.device == "cuda" else 0.0
+        if on_progress is not None:
+            on_progress(run_id, Progress.none())  # So that it is known which run starts.
         need = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker")
         with (
             self.runs.claim(run_id),
@@ -308,7 +327,7 @@ def _recorded(runs: RunStore, run_id: str) -> Iterator[None]:
     """Let a run's state say how it ended, whatever happens."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         runs.update(run_id, status=RunStatus.STOPPED, message="interrupted")
         raise
     except BaseException as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.project import Project
+from eagleray.project import Project, TrainedRun
 
 WORDS = ("union", "states", "congress", "people", "year", "of", "the", "and", "to", "our")
 CONFIG = """\
@@ -21,7 +21,7 @@ data:
 model: {dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_seq_len: 32}
 train:
   num_workers: 2
-  steps: 300
+  steps: 200
   batch_size: 8
   micro_batch_size: 4
   optimizer: {lr: 0.01}
@@ -49,7 +49,7 @@ def write_project(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make_project(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Project]:
@@ -60,3 +60,11 @@ def make_project(
         return Project.load(folder, overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(make_project: Callable[..., Project]) -> TrainedRun:
+    """The run that the disturbed ones must equal."""
+    run = make_project().train()
+    assert (run.attempts, run.steps, run.missing, run.doubled) == (1, 200, 0, 0)
+    return run

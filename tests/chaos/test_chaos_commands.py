@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.platform.runs import RunStatus
-from eagleray.project import Project
+from eagleray.project import Project, TrainedRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 EAGLERAY = str(Path(sys.executable).with_name("eagleray"))
@@ -58,6 +59,19 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def has(pid: int, name: str) -> Callable[[], bool]:
+    """Whether a process below another one bears a name."""
+
+    def check() -> bool:
+        for process in descendants(pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    return True
+        return False
+
+    return check
+
+
 def all_gone(processes: list[psutil.Process]) -> Callable[[], bool]:
     def check() -> bool:
         return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
@@ -66,13 +80,9 @@ def all_gone(processes: list[psutil.Process]) -> Callable[[], bool]:
 
 
 def test_an_interrupted_run_leaves_nothing_and_is_resumed(
-    make_project: Callable[..., Project], until: Callable[..., None]
+    make_project: Callable[..., Project], until: Callable[..., None], undisturbed: TrainedRun
 ) -> None:
     project = make_project()
-    whole = run(project.loaded.root, "train", "--json")
-    assert whole.returncode == 0, whole.stderr
-    expected = json.loads(whole.stdout)
-
     with started(project.loaded.root, "train") as process:
         run_id = read_until(process, r"run (\S+)")[1]
         read_until(process, r"step [1-9]\d\b")
@@ -84,21 +94,55 @@ def test_an_interrupted_run_leaves_nothing_and_is_resumed(
     assert "Traceback" not in stderr
     until(all_gone(children), "the end of every process of the run", 60)
     assert project.runs.state(run_id).status is RunStatus.STOPPED
+    # The workers were given the time to keep their last step.
+    reported = project.runs.metrics(run_id)[-1]["step"]
+    assert CheckpointFolder(project.storage, run_id).steps()[-1] == reported
 
     resumed = run(project.loaded.root, "resume", run_id, "--json")
     assert resumed.returncode == 0, resumed.stderr
     found = json.loads(resumed.stdout)
-    assert found["model"]["artifact"] == expected["model"]["artifact"]
-    assert (found["missing"], found["doubled"], found["samples"]) == (0, 0, 2400)
+    assert undisturbed.model is not None
+    assert found["model"]["artifact"] == undisturbed.model.artifact
+    assert (found["missing"], found["doubled"], found["samples"]) == (0, 0, 1600)
 
 
-def test_a_sweep_goes_on_after_its_driver_was_killed(
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_may_be_ended_while_its_workers_start(
+    make_project: Callable[..., Project],
+    until: Callable[..., None],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    project = make_project()
+    with started(project.loaded.root, "train") as process:
+        run_id = read_until(process, r"run (\S+)")[1]
+        until(has(process.pid, "ray::TrainController"), "Ray Train's controller", 120)
+        children = descendants(process.pid)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert stderr == f"stopped; go on with: eagleray resume {run_id}\n"
+    until(all_gone(children), "the end of every process of the run", 60)
+    assert project.runs.state(run_id).status is RunStatus.STOPPED
+
+
+def test_a_sweep_goes_on_after_its_driver_was_stopped_and_killed(
     make_project: Callable[..., Project], until: Callable[..., None]
 ) -> None:
     project = make_project()
     with started(project.loaded.root, "tune") as process:
         sweep_id = read_until(process, r"sweep (\S+)")[1]
         read_until(process, r"^1 trials")
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert stderr == f"stopped; go on with: eagleray tune --resume {sweep_id}\n"
+    until(all_gone(children), "the end of every process of the sweep", 60)
+    assert project.runs.state(sweep_id).status is RunStatus.STOPPED
+
+    with started(project.loaded.root, "tune", "--resume", sweep_id) as process:
+        read_until(process, r"^[2-3] trials")
         children = descendants(process.pid)
         process.kill()
         process.wait()

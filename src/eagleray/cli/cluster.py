@@ -3,6 +3,7 @@
 import shlex
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,7 +132,6 @@ def _show(found: Any) -> None:
     state = found.state
     if state is None:
         return
-    up_for = f"{time.time() - state.started_s:.0f} s"
     versions = ", ".join(f"{name} {version}" for name, version in asdict(state.versions).items())
     rows = [
         ["address", state.address],
@@ -139,7 +139,7 @@ def _show(found: Any) -> None:
         ["token", state.token_file],
         ["folder", state.folder],
         ["versions", versions],
-        ["started", f"{up_for} ago"],
+        ["up for", str(timedelta(seconds=round(time.time() - state.started_s)))],
         ["nodes", len(found.nodes)],
         *_resource_rows(found),
     ]

@@ -1,7 +1,9 @@
 """What every verb shares: options, output for people and scripts, how errors end a process."""
 
 import json
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from eagleray.platform.errors import EagleRayError
+
+logger = logging.getLogger(__name__)
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -29,7 +33,15 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")
 ]
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+TERMINATED = 143  # 128 + SIGTERM
+# Ctrl-C, and the SystemExit that SIGTERM becomes.
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
+
+
+def exit_code(interruption: BaseException) -> int:
+    """The exit code that tells which of INTERRUPTIONS it was."""
+    return INTERRUPTED if isinstance(interruption, KeyboardInterrupt) else TERMINATED
 
 
 def emit(document: Any, as_json: bool, show: Callable[[], None]) -> None:
@@ -52,7 +64,11 @@ def table(title: str, columns: list[str], rows: list[list[Any]]) -> Table:
 
 
 def run_app(app: Callable[[], None]) -> None:
-    """Run the command line; a user's mistake ends in one message and its exit code."""
+    """Run the command line; a user's mistake ends in one message and its exit code.
+
+    SIGTERM ends it as Ctrl-C does: what was begun is taken down, a run says that it was stopped.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         app()
     except EagleRayError as error:
@@ -67,8 +83,7 @@ def run_app(app: Callable[[], None]) -> None:
 
 
 def _fail(error: EagleRayError) -> None:
-    if os.environ.get("EAGLERAY_TRACEBACK"):
-        errors.print_exception()
+    logger.debug("where it was raised", exc_info=error)
     errors.print("[bold red]error:[/] ", end="")
     errors.print(error.what, markup=False)
     if error.fix:

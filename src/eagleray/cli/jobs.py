@@ -110,11 +110,19 @@ def ps(
         [row["id"], row["kind"], row["status"], _clock(row["created_s"]), row["message"]]
         for row in rows
     ]
-    emit(
-        rows,
-        as_json,
-        lambda: console.print(table("", columns, shown) if rows else "no jobs and no runs yet"),
-    )
+
+    def show() -> None:
+        if not rows:
+            console.print("no jobs and no runs yet")
+            return
+        made = table("", columns, shown)
+        for column in made.columns:
+            # One line for each; --json has the whole message.
+            column.no_wrap, column.overflow = True, "ellipsis"
+        made.columns[0].min_width = max(len(row["id"]) for row in rows)
+        console.print(made)
+
+    emit(rows, as_json, show)
 
 
 def logs(

@@ -12,7 +12,6 @@ from eagleray.cli.console import ConfigOption, JsonOption, console, emit, table
 from eagleray.platform.artifact import publish_artifact, verify_artifact
 from eagleray.platform.config import CONFIG_NAME
 from eagleray.platform.errors import NotFoundError, UsageError
-from eagleray.platform.gate import judge
 from eagleray.platform.ledger import LineageNode
 from eagleray.platform.registry import DEFAULT_ALIAS, ModelVersion
 from eagleray.platform.storage import digest_file
@@ -71,7 +70,14 @@ def show(
         "aliases": _aliases_of(project.registry.aliases(version.name), version),
         "folder": str(project.storage.path("artifacts", version.artifact)),
     }
-    lines = [[key, value] for key, value in document.items()]
+    lines = [
+        ["held-out loss", _loss(version.metrics)],
+        ["aliases", " ".join(document["aliases"])],
+        ["made", _when(version.created_s)],
+        ["record", version.record],
+        ["artifact", version.artifact],
+        ["folder", document["folder"]],
+    ]
     emit(document, as_json, lambda: console.print(table(version.spec, ["", ""], lines)))
 
 
@@ -113,12 +119,7 @@ def promote(
     """
     project = Project.load(config)
     version = project.registry.resolve(spec)
-    rules = project.config.eval
-    project.registry.promote(
-        version,
-        alias,
-        lambda new, old: judge(new.metrics, old.metrics if old else None, rules),
-    )
+    project.promote(version, alias)
     document = {"model": version.spec, "alias": alias, "record": version.record}
     emit(document, as_json, lambda: console.print(f"{alias} is now {version.spec}", markup=False))
 

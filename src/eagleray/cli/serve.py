@@ -1,16 +1,19 @@
-"""Verbs of the endpoint: serve, deploy, chat, keys."""
+"""Verbs of the endpoint: serve, deploy, undeploy, chat, keys."""
 
 import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from eagleray.cli.console import ConfigOption, JsonOption, console, emit, errors, table
 from eagleray.platform.config import CONFIG_NAME
@@ -39,7 +42,7 @@ _KEY_VARIABLE = "$EAGLERAY_API_KEY"
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
-    for verb in (serve, deploy, chat):
+    for verb in (serve, deploy, undeploy, chat):
         app.command()(verb)
     group = typer.Typer(no_args_is_help=True, help="API keys of the endpoint.")
     group.command("create")(create_key)
@@ -67,19 +70,24 @@ def serve(arguments: ModelAndOverrides = None, config: ConfigOption = Path(CONFI
     from eagleray.platform.cluster import Demand, session
 
     need = Demand(settings.num_replicas, settings.cpus_per_replica, what="replica")
-    with session(project.loaded, need) as cluster:
-        from eagleray.serve.deployment import deploy as put_on
-        from eagleray.serve.deployment import first_key, undeploy
+    with _waiting("starting the cluster") as show, session(project.loaded, need) as cluster:
+        from eagleray.serve import deployment
 
+        if deployment.is_deployed():
+            raise UsageError(
+                "the cluster serves a model already, which would end with this command",
+                "replace it with `eagleray deploy`, or take it off with `eagleray undeploy`",
+            )
         try:
-            endpoint = put_on(project.loaded, model)
-            _announce(project, endpoint, first_key(project.loaded))
+            endpoint = deployment.deploy(project.loaded, model, on_wait=show)
+            show("")
+            _announce(project, endpoint, deployment.first_key(project.loaded))
             console.print("Ctrl-C stops it", markup=False)
             _wait_for_end()
         finally:
             # A private cluster takes everything with it.
             if not cluster.is_private:
-                undeploy()
+                deployment.undeploy()
     console.print("stopped", markup=False)
 
 
@@ -103,14 +111,32 @@ def deploy(
     with session(project.loaded) as cluster:
         if cluster.is_private:
             raise _no_cluster()
-        from eagleray.serve.deployment import deploy as put_on
-        from eagleray.serve.deployment import first_key
+        from eagleray.serve import deployment
 
-        endpoint = put_on(project.loaded, model)
+        with _waiting("starting", quiet=as_json) as show:
+            endpoint = deployment.deploy(project.loaded, model, on_wait=show)
         # Only now: a key that a failed deployment made would never have been seen.
-        key = first_key(project.loaded)
+        key = deployment.first_key(project.loaded)
     document = {**asdict(endpoint), "key": key}
     emit(document, as_json, lambda: _announce(project, endpoint, key))
+
+
+def undeploy(config: ConfigOption = Path(CONFIG_NAME), as_json: JsonOption = False) -> None:
+    """Take the model that `eagleray deploy` put on the cluster off it.
+
+    Example: eagleray undeploy
+    """
+    project = Project.load(config)
+    was_deployed = False
+    if _may_have_cluster(project):
+        from eagleray.platform.cluster import session
+
+        with session(project.loaded):
+            from eagleray.serve import deployment
+
+            was_deployed = deployment.undeploy()
+    told = "took the model off" if was_deployed else "nothing is deployed"
+    emit({"undeployed": was_deployed}, as_json, lambda: console.print(told))
 
 
 def chat(
@@ -190,6 +216,24 @@ def revoke_key(name: NameArgument, config: ConfigOption = Path(CONFIG_NAME)) -> 
 
     KeyStore(Project.load(config).storage).revoke(name)
     console.print(f"revoked {name}", markup=False)
+
+
+@contextmanager
+def _waiting(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is waited for and since when; empty text ends it."""
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    started_s = time.monotonic()
+    with console.status(what) as line:
+
+        def show(text: str) -> None:
+            if not text:
+                line.stop()
+                return
+            line.update(escape(f"{what}: {text} ({time.monotonic() - started_s:.0f} s)"))
+
+        yield show
 
 
 def _asked(arguments: list[str] | None, config: Path) -> tuple[str | None, Project]:

@@ -1,5 +1,6 @@
 """Verbs of training: train, resume."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,20 +9,25 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eagleray.cli.console import (
-    INTERRUPTED,
+    INTERRUPTIONS,
     ConfigOption,
     JsonOption,
     OverridesArgument,
     console,
     emit,
     errors,
+    exit_code,
     table,
 )
 from eagleray.platform.config import CONFIG_NAME
 from eagleray.project import Project, TrainedRun
 
 if TYPE_CHECKING:
+    from eagleray.actors.data.build import BuildProgress
     from eagleray.actors.trainer.trainer import Progress as TrainProgress
+
+_WIDE = 110
+_PATIENCE_S = 60.0
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +47,7 @@ def train(
     """
     project = Project.load(config, overrides or [])
     with RunFollower(project.config.train.steps, quiet=as_json) as follower:
-        run = follower.guard(lambda: project.train(follower.show))
+        run = follower.guard(lambda: project.train(follower.show, follower.show_data))
     _summary(run, as_json)
 
 
@@ -72,9 +78,14 @@ class RunFollower:
         self._quiet = quiet
         self._run_id = ""
         self._attempt = 0
+        self._phase = self._held_out = ""
+        self._asked_s = time.monotonic()
+        self._is_told = False
+        self._is_narrow = console.width < _WIDE
+        bar = [] if self._is_narrow else [BarColumn(20)]
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            *bar,
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
@@ -95,11 +106,11 @@ class RunFollower:
         """Run the work; Ctrl-C ends it with the line that says how to go on."""
         try:
             run: TrainedRun = work()
-        except KeyboardInterrupt:
+        except INTERRUPTIONS as interruption:
             self._bar.stop()
             if self._run_id:
                 errors.print(f"stopped; go on with: eagleray resume {self._run_id}", markup=False)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(exit_code(interruption)) from None
         return run
 
     def show(self, run_id: str, progress: "TrainProgress") -> None:
@@ -111,14 +122,33 @@ class RunFollower:
             if self._attempt:
                 self._line(f"workers restarted (attempt {progress.attempt})")
             self._attempt = progress.attempt
+        if not progress.attempt:
+            self._waiting(time.monotonic() - self._asked_s)
         for row in progress.rows:
             held_out = "" if row.eval_loss is None else f"  held-out {row.eval_loss:.3f}"
-            figures = (
-                f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tok/s  MFU {row.mfu:.0%}{held_out}"
-            )
-            self._bar.update(self._task, completed=row.step, figures=figures)
+            self._held_out = held_out or self._held_out  # The bar keeps showing the newest.
+            mfu = "" if self._is_narrow else f"  MFU {row.mfu:.0%}"
+            figures = f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tok/s{mfu}"
+            self._bar.update(self._task, completed=row.step, figures=figures + self._held_out)
             if not console.is_terminal:
-                self._line(f"step {row.step}  {figures}")
+                self._line(f"step {row.step}  {figures}{held_out}")
+
+    def show_data(self, progress: "BuildProgress") -> None:
+        """Take what the data build reports."""
+        self._bar.update(self._task, figures=f"data: {progress.phase} {progress.fraction:.0%}")
+        if progress.phase != self._phase and not console.is_terminal:
+            self._line(f"data: {progress.phase}")
+        self._phase = progress.phase
+        self._asked_s = time.monotonic()
+
+    def _waiting(self, waited_s: float) -> None:
+        if waited_s < _PATIENCE_S:
+            self._bar.update(self._task, figures="starting")
+            return
+        self._bar.update(self._task, figures=f"no worker after {waited_s:.0f} s: eagleray status")
+        if not self._is_told and not console.is_terminal:
+            self._line(f"no worker after {waited_s:.0f} s; see `eagleray status`")
+        self._is_told = True
 
     def _line(self, text: str) -> None:
         if not self._quiet:

@@ -8,19 +8,21 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eagleray.cli.console import (
-    INTERRUPTED,
+    INTERRUPTIONS,
     ConfigOption,
     JsonOption,
     OverridesArgument,
     console,
     emit,
     errors,
+    exit_code,
     table,
 )
 from eagleray.platform.config import CONFIG_NAME
 from eagleray.project import Project
 
 if TYPE_CHECKING:
+    from eagleray.actors.data.build import BuildProgress
     from eagleray.tune.history import SweepHistory
     from eagleray.tune.sweep import SweepResult
 
@@ -47,11 +49,13 @@ def tune(
     follower = SweepFollower(num_trials, quiet=as_json)
     with follower:
         try:
-            result = project.tune(follower.show, resume=resume)
-        except KeyboardInterrupt:
+            result = project.tune(follower.show, follower.show_data, resume=resume)
+        except INTERRUPTIONS as interruption:
             if sweep_id := resume or follower.sweep_id:
-                errors.print(f"stopped; go on with: eagleray tune --resume {sweep_id}")
-            raise typer.Exit(INTERRUPTED) from None
+                errors.print(
+                    f"stopped; go on with: eagleray tune --resume {sweep_id}", markup=False
+                )
+            raise typer.Exit(exit_code(interruption)) from None
     emit(_document(result), as_json, lambda: _show(result))
 
 
@@ -68,13 +72,13 @@ class SweepFollower:
         self._quiet, self._shown = quiet, 0
         self._bar = Progress(
             TextColumn("tune"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} trials{task.fields[best]}"),
+            BarColumn(20),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} trials{task.fields[figures]}"),
             TimeElapsedColumn(),
             console=console,
             disable=quiet or not console.is_terminal,
         )
-        self._task = self._bar.add_task("tune", total=num_trials, best="")
+        self._task = self._bar.add_task("tune", total=num_trials, figures="")
 
     def __enter__(self) -> "SweepFollower":
         self._bar.start()
@@ -92,10 +96,15 @@ class SweepFollower:
         ended = [trial for trial in history.trials if trial.status != "running"]
         best = history.best()
         text = f"  best {best.value:.3f}" if best else ""
-        self._bar.update(self._task, completed=len(ended), best=text)
+        self._bar.update(self._task, completed=len(ended), figures=text)
         if not self._quiet and not console.is_terminal and len(ended) > self._shown:
             self._shown = len(ended)
             console.print(f"{len(ended)} trials{text}", markup=False)
+
+    def show_data(self, progress: "BuildProgress") -> None:
+        """Take what the data build reports."""
+        figures = f"  data: {progress.phase} {progress.fraction:.0%}"
+        self._bar.update(self._task, figures=figures)
 
 
 def _document(result: "SweepResult") -> dict[str, Any]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from eagleray.cli.app import app
 from eagleray.platform.config import LoadedConfig
 from eagleray.platform.errors import (
     InfeasibleError,
@@ -28,7 +30,7 @@ MakeProject = Callable[..., LoadedConfig]
 
 
 def test_deploying_again_replaces_the_model_without_refusing_anybody(
-    tmp_path: Path, register_tiny: Register, make_project: MakeProject
+    tmp_path: Path, register_tiny: Register, make_project: MakeProject, ray_cluster: str
 ) -> None:
     project = make_project(tmp_path, require_key=False)
     storage = Storage(project.storage_path)
@@ -46,7 +48,14 @@ def test_deploying_again_replaces_the_model_without_refusing_anybody(
 
     asker = threading.Thread(target=keep_asking)
     asker.start()
+    (tmp_path / "eagleray.yaml").write_text(
+        f"name: tiny\ncluster: {{address: '{ray_cluster}'}}\n"
+        f"serve: {{port: {project.config.serve.port}}}\n"
+    )
     try:
+        beside = CliRunner().invoke(app, ["serve", "tiny@1", "--config", str(tmp_path)])
+        assert isinstance(beside.exception, UsageError), beside.output
+        assert "serves a model already" in beside.exception.what
         digests.add(register_tiny(storage, seed=1))
         replaced = deploy(project)
         assert replaced.model == "tiny@2"
@@ -54,7 +63,8 @@ def test_deploying_again_replaces_the_model_without_refusing_anybody(
     finally:
         is_done.set()
         asker.join(60)
-        undeploy()
+        took_off = CliRunner().invoke(app, ["undeploy", "--json", "--config", str(tmp_path)])
+    assert json.loads(took_off.stdout) == {"undeployed": True}
     assert {status for status, _ in seen} == {200}
     assert {digest for _, digest in seen} <= digests
 
@@ -120,4 +130,4 @@ def test_the_builder_takes_what_serve_run_gives_it(
 
 
 def test_taking_off_what_is_not_there_is_no_error() -> None:
-    undeploy()
+    assert not undeploy()

@@ -34,7 +34,7 @@ FOLDER, TOKEN = Path("/tmp/eagleray-test"), Path("/tmp/token")
 
 
 def environment(base: dict[str, str]) -> dict[str, str]:
-    return start_environment(base, OPTIONS, "mark", TOKEN)
+    return start_environment(base, OPTIONS, "mark", FOLDER, TOKEN)
 
 
 def test_everything_binds_to_loopback() -> None:

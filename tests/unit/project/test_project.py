@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eagleray.platform.config import ConfigError, resolved_json
 from eagleray.platform.errors import DataError, UsageError
 from eagleray.platform.runs import RunStatus
 from eagleray.project import Project, _recorded
@@ -56,10 +57,20 @@ def test_only_unfinished_runs_of_the_kind_are_resumed(project: Project) -> None:
         project.resume(run)
 
 
+def test_a_run_that_another_version_saved_is_refused_with_what_it_does_not_know(
+    project: Project,
+) -> None:
+    saved = {**resolved_json(project.config), "quantum": True}
+    run_id = project.runs.create("tiny", "train", saved)
+    with pytest.raises(ConfigError, match=f"(?s)saved configuration of run {run_id}.*quantum"):
+        project.resume(run_id)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
         (KeyboardInterrupt(), RunStatus.STOPPED, "interrupted"),
+        (SystemExit(143), RunStatus.STOPPED, "interrupted"),
         (AssertionError(), RunStatus.FAILED, "AssertionError"),
         (UsageError("a", "b"), RunStatus.FAILED, "a"),
     ],

@@ -1,0 +1,73 @@
+"""Ray Train's trainer, as far as we need it otherwise than it comes.
+
+It can be ended from another thread, and it starts only the helpers that a run of ours has a use
+for: each is a process of its own, seconds of a core, at the start and again at each recovery.
+"""
+
+import threading
+from typing import Any
+
+import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+from ray.train import Result
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.controller import TrainController
+
+from eagleray.actors.trainer.controller_parts import FixedCluster
+from eagleray.platform.errors import RunFailedError
+
+# It watches for nodes that a cloud is about to take away.
+_WATCHER_VARIABLE = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+
+
+class EndableTrainer(TorchTrainer):
+    """A TorchTrainer that can be ended from another thread.
+
+    Ray Train keeps its controller's handle to itself, so nothing could end a `fit` that waits for
+    it: at Ctrl-C the thread would outlive `ray.shutdown`, and on a cluster that goes on the
+    controller would start new workers for those that died.
+
+    Args:
+        is_fixed: No node can come or go, so nobody need be asked for more or watch for fewer.
+        **arguments: TorchTrainer's.
+    """
+
+    def __init__(self, *args: Any, is_fixed: bool = False, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        self._is_fixed = is_fixed
+        self._lock = threading.Lock()
+        self._controller: Any = None
+        self._is_ended = False
+
+    def end(self) -> None:
+        """Kill the controller and with it its workers; `fit` raises."""
+        with self._lock:
+            self._is_ended = True
+            if self._controller is not None:
+                ray.kill(self._controller)
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        """As Ray Train's, without its handler of Ctrl-C."""
+        variables = get_env_vars_to_propagate()
+        # We read no Ray datasets.
+        arguments["callbacks"] = [
+            each for each in arguments["callbacks"] if not isinstance(each, DatasetsCallback)
+        ]
+        if self._is_fixed:
+            arguments["scaling_policy"] = FixedCluster(self.scaling_config)  # type: ignore[arg-type]
+            variables[_WATCHER_VARIABLE] = "0"
+        here = ray.get_runtime_context().get_node_id()
+        controllers = ray.remote(TrainController).options(
+            num_cpus=0,
+            label_selector={RAY_NODE_ID_KEY: here},
+            runtime_env={"env_vars": variables},
+        )
+        with self._lock:
+            if self._is_ended:
+                raise RunFailedError("the run was ended while it started")
+            self._controller = controllers.remote(**arguments)
+        ray.get(self._controller.run.remote())
+        result: Result = ray.get(self._controller.get_result.remote())
+        return result
