@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from eagleray.platform.runs import RunStore
+from eagleray.platform.errors import NotFoundError
+from eagleray.platform.runs import RunState, RunStatus, RunStore
+from eagleray.platform.storage import Storage
+
+LAST = "last"
 
 
 class TrialStatus(StrEnum):
@@ -109,3 +113,26 @@ class SweepHistory:
             self.trials[event["number"]].values[event["steps"]] = event["value"]
         elif kind == "trial_end":
             self.trials[event["number"]].status = TrialStatus(event["status"])
+
+
+def best_overrides(storage: Storage, sweep: str) -> dict[str, Any]:
+    """The best parameters of a sweep: `last`, or its id.
+
+    Raises:
+        NotFoundError: There is no finished sweep of that name.
+    """
+    return dict(finished_sweep(storage, sweep).results["best"])
+
+
+def finished_sweep(storage: Storage, sweep: str) -> RunState:
+    """The state of a finished sweep: `last`, or its id.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    runs = RunStore(storage)
+    states = runs.all() if sweep == LAST else [runs.state(sweep)]
+    for state in states:
+        if state.kind == "sweep" and state.status is RunStatus.FINISHED:
+            return state
+    raise NotFoundError(f"there is no finished sweep {sweep!r}", "run `eagleray tune` first")

@@ -22,19 +22,19 @@ from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.trainer.finish import finish_run, record_dataset
 from eagleray.platform.code import code_identity
 from eagleray.platform.config import AshaConfig, ProjectConfig, config_digest, resolved_json
-from eagleray.platform.errors import IntegrityError, NotFoundError, RunFailedError, UsageError
+from eagleray.platform.errors import IntegrityError, NotFoundError, RunFailedError
 from eagleray.platform.ledger import Ledger
 from eagleray.platform.model.config import DecoderConfig
-from eagleray.platform.runs import RunState, RunStatus, RunStore
+from eagleray.platform.runs import RunStatus, RunStore
 from eagleray.platform.storage import Storage
 from eagleray.tune.history import SweepHistory, Trial, TrialStatus
 from eagleray.tune.pruning import rungs, should_stop
 from eagleray.tune.search import GpSearch
-from eagleray.tune.trial import METRIC, STEPS, TrialSpec, run_trial, trial_config
+from eagleray.tune.space import trial_config
+from eagleray.tune.trial import METRIC, STEPS, TrialSpec, run_trial
 
 logger = logging.getLogger(__name__)
 
-LAST = "last"
 _ENDS = {
     TrialStatus.FINISHED: RunStatus.FINISHED,
     TrialStatus.PRUNED: RunStatus.STOPPED,
@@ -196,46 +196,6 @@ def run_sweep(
         results={"best": best.params, "value": best.value, "run": best.run_id, "record": record},
     )
     return SweepResult(sweep_id, record, best, tuple(history.trials))
-
-
-def check_space(config: ProjectConfig) -> None:
-    """Refuse a space that cannot be searched, before anything starts.
-
-    Raises:
-        UsageError: It is empty.
-        ConfigError: A path does not exist or takes no such value.
-    """
-    if not config.tune.space:
-        raise UsageError(
-            "tune.space is empty", "name what may vary, for example train.optimizer.lr"
-        )
-    for path, space in config.tune.space.items():
-        ends = space.values if space.kind == "choice" else (space.low, space.high)
-        for value in ends:
-            trial_config(config, {path: value})
-
-
-def best_overrides(storage: Storage, sweep: str) -> dict[str, Any]:
-    """The best parameters of a sweep: `last`, or its id.
-
-    Raises:
-        NotFoundError: There is no finished sweep of that name.
-    """
-    return dict(finished_sweep(storage, sweep).results["best"])
-
-
-def finished_sweep(storage: Storage, sweep: str) -> RunState:
-    """The state of a finished sweep: `last`, or its id.
-
-    Raises:
-        NotFoundError: There is none.
-    """
-    runs = RunStore(storage)
-    states = runs.all() if sweep == LAST else [runs.state(sweep)]
-    for state in states:
-        if state.kind == "sweep" and state.status is RunStatus.FINISHED:
-            return state
-    raise NotFoundError(f"there is no finished sweep {sweep!r}", "run `eagleray tune` first")
 
 
 def _fit(

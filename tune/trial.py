@@ -21,10 +21,11 @@ from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import RunRecorder
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError
-from eagleray.platform.config import ProjectConfig, with_overrides
+from eagleray.platform.config import ProjectConfig
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.runs import RunStatus, RunStore
 from eagleray.platform.storage import Storage
+from eagleray.tune.space import trial_config
 
 METRIC, STEPS = "value", "steps"
 
@@ -36,20 +37,6 @@ class TrialSpec:
     storage_root: Path
     config: ProjectConfig
     dataset: str
-
-
-def trial_config(base: ProjectConfig, params: dict[str, Any]) -> ProjectConfig:
-    """The project as one trial sees it: fixed overrides, then its parameters, one worker.
-
-    Raises:
-        ConfigError: A path of the space does not exist, or a value breaks a rule.
-    """
-    changes = {**base.tune.overrides, **params, "train.num_workers": 1}
-    config = with_overrides(base, changes)
-    grace = base.tune.asha.grace_steps if base.tune.asha else config.train.steps
-    every = min(config.train.eval.every_steps, grace, config.train.steps)
-    # Pruning compares held-out losses, so one must exist at every rung.
-    return with_overrides(config, {"train.eval.every_steps": every})
 
 
 def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:

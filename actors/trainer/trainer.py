@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,10 +26,10 @@ from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.trainer.controller_parts import FaultCallback, ProcessGroupConfig
 from eagleray.actors.trainer.loop import LoopSpec
+from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
-from eagleray.actors.trainer.recorder import Fatal, RunView, WorkerInfo
+from eagleray.actors.trainer.recorder import Fatal, RunView
 from eagleray.actors.trainer.recorder_actor import RecorderClient, create_recorder
-from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.worker import RunActors, train_worker
 from eagleray.platform.cluster import Demand
 from eagleray.platform.cluster.options import TRAIN_VARIABLES
@@ -57,21 +56,6 @@ _TRAIN_ENVIRONMENT = {
     # The controller blocks in `ray.get` on purpose.
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a follower of a run sees."""
-
-    rows: tuple[StepRow, ...]
-    attempt: int
-    workers: tuple[WorkerInfo, ...]
-    first_row_at: dict[int, float]
-
-    @classmethod
-    def none(cls) -> "Progress":
-        """Nothing yet."""
-        return cls((), 0, (), {})
 
 
 class FatalRunError(RunFailedError):

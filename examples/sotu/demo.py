@@ -25,8 +25,8 @@ from rich.table import Table
 
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader import Loader
+from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.stepper import Stepper
-from eagleray.actors.trainer.trainer import Progress
 from eagleray.cli.console import console, run_app
 from eagleray.cli.train import RunFollower
 from eagleray.cli.tune import SweepFollower

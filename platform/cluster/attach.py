@@ -105,6 +105,7 @@ def session(
     need: Demand = NOTHING,
     *,
     log_to_driver: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[ClusterInfo]:
     """Attach to a cluster while the block runs.
 
@@ -112,6 +113,7 @@ def session(
         loaded: The project.
         need: What the block will want at the same time; refused at once if it can never be placed.
         log_to_driver: Show what the workers print.
+        meanwhile: Called while a private cluster starts, which takes seconds: imports, for example.
 
     Raises:
         InfeasibleError: The cluster has less than is needed, or runs other versions.
@@ -125,7 +127,7 @@ def session(
         elif (target := _target(loaded)) is not None:
             info = stack.enter_context(_driver(target, cluster, log_to_driver))
         else:
-            target = stack.enter_context(_private_head(cluster, need, log_to_driver))
+            target = stack.enter_context(_private_head(cluster, need, log_to_driver, meanwhile))
             info = stack.enter_context(_driver(target, cluster, log_to_driver, is_private=True))
         info.check_feasible(need)
         yield info
@@ -150,7 +152,9 @@ def _target(loaded: LoadedConfig) -> _Target | None:
 
 
 @contextlib.contextmanager
-def _private_head(cluster: ClusterConfig, need: Demand, log_to_driver: bool) -> Iterator[_Target]:
+def _private_head(
+    cluster: ClusterConfig, need: Demand, log_to_driver: bool, meanwhile: Callable[[], None]
+) -> Iterator[_Target]:
     """A head that ends with the block."""
     offered = NodeResources(
         "this machine",
@@ -165,6 +169,7 @@ def _private_head(cluster: ClusterConfig, need: Demand, log_to_driver: bool) -> 
     try:
         write_token(folder / "token")
         head = Head.start(options, folder, folder / "token")
+        meanwhile()
         head.wait_ready(cluster.start_timeout_s)
         yield _Target(head.address, Access.from_file(head.token_file))
     finally:

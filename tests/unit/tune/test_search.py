@@ -19,11 +19,10 @@ from eagleray.platform.config import (
 from eagleray.platform.errors import NotFoundError, UsageError
 from eagleray.platform.runs import RunStatus, RunStore
 from eagleray.platform.storage import Storage
-from eagleray.tune.history import SweepHistory, TrialStatus
+from eagleray.tune.history import SweepHistory, TrialStatus, best_overrides, finished_sweep
 from eagleray.tune.pruning import rungs, should_stop
 from eagleray.tune.search import GpSearch
-from eagleray.tune.sweep import best_overrides, check_space, finished_sweep
-from eagleray.tune.trial import trial_config
+from eagleray.tune.space import check_space, trial_config
 
 SPACE: dict[str, Space] = {
     "x": FloatSpace(kind="float", low=-1.0, high=1.0),
