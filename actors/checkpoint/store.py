@@ -208,6 +208,8 @@ class CheckpointStore:
                     return
                 checkpoint = self._queue.pop(0)
                 self._writing = True
+                # There is room for one more.
+                self._changed.notify_all()
             try:
                 digest = self._folder.write(checkpoint)
             except StorageError as error:

@@ -94,6 +94,9 @@ class Training:
         self._error: BaseException | None = None
         self._trainer = self._make_trainer()
         self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
+        # Not the thread's `join`: an exception of a signal handler that interrupts it marks the
+        # thread as ended in Python 3.11 (`_wait_for_tstate_lock`).
+        self._is_done = threading.Event()
 
     def start(self) -> None:
         """Let Ray Train start the workers."""
@@ -117,9 +120,8 @@ class Training:
     def _follow(self, on_progress: Callable[[Progress], None]) -> None:
         seen, has_ended = 0, False
         while not has_ended:
-            self._thread.join(_POLL_S)
             # Before the look, so that the last look sees everything.
-            has_ended = not self._thread.is_alive()
+            has_ended = self._is_done.wait(_POLL_S)
             view: RunView = self._recorder.ask("view", seen)
             seen += len(view.rows)
             on_progress(Progress(view.rows, view.attempt, view.workers, view.first_row_at))
@@ -134,15 +136,15 @@ class Training:
             if not recorder.ask("view", 0).workers:
                 return
             recorder.ask("request_stop", "interrupted")
-            self._thread.join(_SAVE_S)
-        if self._thread.is_alive():
+            self._is_done.wait(_SAVE_S)
+        if not self._is_done.is_set():
             logger.warning("workers did not save their last steps in %g s", _SAVE_S)
 
     def close(self) -> None:
         """End Ray Train and the run's actors, whatever they do."""
         self._trainer.end()
-        if self._thread.is_alive():
-            self._thread.join(_END_S)
+        if self._thread.ident is not None:
+            self._is_done.wait(_END_S)
         actors = self._actors
         for actor in (
             actors.recorder,
@@ -157,6 +159,8 @@ class Training:
             self._trainer.fit()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._error = error
+        finally:
+            self._is_done.set()
 
     def _make_trainer(self) -> EndableTrainer:
         train = self._config.train
