@@ -66,9 +66,9 @@ def start(loaded: LoadedConfig) -> Iterator[Callable[..., subprocess.Popen[str]]
     """Starts Python with arguments; it is ended after the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(*arguments: str) -> subprocess.Popen[str]:
+    def run(*arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -90,7 +90,12 @@ def folders() -> set[Path]:
 def test_a_session_ends_its_cluster_and_restores_the_process(
     loaded: LoadedConfig, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    driver = start("-c", DRIVER, str(loaded.root))
+    # Also from an environment whose path a shell would cut in two.
+    environment = loaded.root / "my projects" / "env"
+    environment.parent.mkdir()
+    environment.symlink_to(sys.prefix, target_is_directory=True)
+    python = environment / "bin" / Path(sys.executable).name
+    driver = start("-c", DRIVER, str(loaded.root), python=str(python))
     said, complaints = driver.communicate(timeout=200)
     assert driver.returncode == 0, complaints
     told, changed = (json.loads(line) for line in said.splitlines())
