@@ -5,12 +5,15 @@ from the files it wrote (only the workers' addresses are lost, until the next at
 exists per run, so attempts are numbered without gaps whatever dies.
 """
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eagleray.actors.trainer.step_row import StepRow
+from eagleray.platform.errors import StorageError
 from eagleray.platform.runs import RunStatus, RunStore
 from eagleray.platform.telemetry import (
     TRAIN_EVAL_LOSS,
@@ -25,6 +28,8 @@ from eagleray.platform.telemetry import (
     NullSink,
     Sink,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class RunRecorder:
         self._runs, self._run_id, self._clock = runs, run_id, clock
         self._sink = sink or NullSink()
         self._memory = _Memory()
+        self._unwritten: deque[dict[str, Any]] = deque()
         for event in runs.events(run_id):
             if event["event"] == "attempt":
                 self._memory.attempt, self._memory.token = event["attempt"], event["token"]
@@ -128,8 +134,8 @@ class RunRecorder:
         if row.attempt == self._memory.attempt and row.step > newest:
             now = self._clock()
             self._remember(row, now)
-            self._runs.add_metrics(self._run_id, {**asdict(row), "time_s": now})
-            self._runs.update(self._run_id, step=row.step)
+            self._unwritten.append({**asdict(row), "time_s": now})
+            self._write_rows(row.step)
             self._measure(row)
         return self._memory.stop_reason
 
@@ -165,6 +171,18 @@ class RunRecorder:
     def event(self, event: str, details: dict[str, Any]) -> None:
         """Keep an event of another part of the run."""
         self._runs.add_event(self._run_id, event, **details)
+
+    def _write_rows(self, step: int) -> None:
+        """Write what is not yet on storage; a run does not end because its figures find no room."""
+        kept = len(self._unwritten)
+        try:
+            while self._unwritten:
+                self._runs.add_metrics(self._run_id, self._unwritten[0])
+                self._unwritten.popleft()
+            self._runs.update(self._run_id, step=step)
+        except StorageError as error:
+            if kept == 1:  # Once, not for each row until there is room.
+                logger.warning("figures wait in memory until storage takes them: %s", error.what)
 
     def _remember(self, row: StepRow, time_s: float) -> None:
         self._memory.rows.append(row)
