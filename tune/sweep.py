@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any
 
 from ray import tune
-from ray.tune import FailureConfig, RunConfig
+from ray.tune import Callback, FailureConfig, RunConfig
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
@@ -141,12 +141,29 @@ class _Scheduler(FIFOScheduler):
         return str(self.CONTINUE)
 
 
+class _SafePlace(Callback):
+    """Between two steps of Tune's loop, several times a second: there an interruption may raise.
+
+    Elsewhere it might hit a C function of the search, which drops it.
+    """
+
+    def __init__(self, raise_waiting: Callable[[], None]) -> None:
+        self._raise_waiting = raise_waiting
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self._raise_waiting()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
 def run_sweep(
     storage: Storage,
     config: ProjectConfig,
     dataset: Dataset,
     sweep_id: str,
     observe: Observer = lambda _: None,
+    raise_waiting: Callable[[], None] = lambda: None,
 ) -> SweepResult:
     """Run a sweep to its end, or the rest of one that was interrupted.
 
@@ -156,6 +173,7 @@ def run_sweep(
         dataset: What the trials train on.
         sweep_id: A run that `RunStore.create` made for the sweep.
         observe: Told at the start and after each report.
+        raise_waiting: From `interruption_deferred`; called where an interruption does no harm.
 
     Raises:
         RunFailedError: No trial brought a value, or Tune ended before all of them had.
@@ -176,7 +194,8 @@ def run_sweep(
     if remaining > 0:
         spec = TrialSpec(storage.root, config, dataset.digest)
         _fit(storage, config, sweep_id, searcher, remaining, spec,
-             _Scheduler(history, searcher.numbers, asha, full, observe))  # fmt: skip
+             _Scheduler(history, searcher.numbers, asha, full, observe),
+             _SafePlace(raise_waiting))  # fmt: skip
     ended = len(history.trials) - len(history.unfinished())
     if ended < config.tune.num_trials:
         raise RunFailedError(
@@ -206,6 +225,7 @@ def _fit(
     remaining: int,
     spec: TrialSpec,
     scheduler: _Scheduler,
+    safe_place: "_SafePlace",
 ) -> None:
     train = config.train
     resources = {"cpu": train.cpus_per_worker, "gpu": int(train.device == "cuda")}
@@ -223,6 +243,7 @@ def _fit(
             name=f"tune-{int(time.time())}",
             storage_path=str(storage.path("runs", sweep_id, "ray")),
             failure_config=FailureConfig(max_failures=0),
+            callbacks=[safe_place],
             verbose=0,
         ),
     )

@@ -1,95 +1,20 @@
-"""What we give Ray Train's controller: how ranks meet, what it asks for, whom it tells of faults.
+"""What we give Ray Train's controller: what it asks for, when it gives up, whom it tells.
 
 Nothing here imports torch, nor what does: the controller's process starts seconds earlier without,
 and it must be there before a worker can start.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
-import ray
-from ray._common.network_utils import build_address  # type: ignore[attr-defined]
 from ray.train import UserCallback
-from ray.train._internal.utils import get_address_and_port
-from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-
-
-@dataclass
-class ProcessGroupConfig(BackendConfig):
-    """torch.distributed's default process group over all workers.
-
-    Attributes:
-        backend: `gloo` or `nccl`.
-        timeout_s: After so long without the other ranks an operation fails.
-    """
-
-    backend: str
-    timeout_s: float
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """Ray Train's hook."""
-        return _ProcessGroup
-
-    @property
-    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """Ray Train's hook: runs in the thread that trains."""
-        return _OnItsDevice
-
-
-class _ProcessGroup(Backend):
-    """Lets the workers meet at rank 0; each ends with its process, so nothing is taken down."""
-
-    share_cuda_visible_devices = True
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        host, port = worker_group.execute_single(0, get_address_and_port)
-        meeting, size = f"tcp://{build_address(host, port)}", len(worker_group)
-        ray.get(
-            [
-                worker_group.execute_single_async(rank, _meet, backend_config, meeting, rank, size)
-                for rank in range(size)
-            ]
-        )
-
-
-class _OnItsDevice:
-    """The current CUDA device is per thread."""
-
-    def __enter__(self) -> None:
-        _set_device()
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _meet(config: ProcessGroupConfig, meeting: str, rank: int, world_size: int) -> None:
-    """Runs in a worker."""
-    import torch.distributed as dist  # noqa: PLC0415 - see the module's text
-
-    _set_device()
-    dist.init_process_group(
-        config.backend,
-        init_method=meeting,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.timeout_s),
-    )
-
-
-def _set_device() -> None:
-    import torch  # noqa: PLC0415
-
-    if torch.cuda.is_available():
-        import ray.train.torch  # noqa: PLC0415
-
-        device = ray.train.torch.get_device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 
 
 class FixedCluster(FixedScalingPolicy):
@@ -100,6 +25,42 @@ class FixedCluster(FixedScalingPolicy):
 
     def _maybe_send_resource_request(self) -> None:
         pass
+
+
+class Patience(FailurePolicy):
+    """When a run is given up.
+
+    Ray Train's own policy lets workers fail to start without end. Here a death while they start
+    counts as any other death, and waiting for a place is bounded each time anew.
+
+    Args:
+        config: Ray Train's; `max_failures` deaths are forgiven.
+        max_waits: How often in a row the workers may find no place.
+    """
+
+    def __init__(self, config: Any, max_waits: int) -> None:
+        super().__init__(config)
+        self._max_waits = max_waits
+        self._deaths = self._waits = 0
+
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        """Ray Train's hook."""
+        error = training_failed_error
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        if isinstance(cause, WorkerGroupStartupTimeoutError):
+            self._waits += 1
+            return _retry_if(self._waits <= self._max_waits)
+        self._waits = 0
+        if isinstance(cause, PreemptionError):
+            return FailureDecision.RETRY
+        if isinstance(cause, WorkerGroupError | WorkerGroupStartupFailedError):
+            self._deaths += 1
+            return _retry_if(self._deaths <= self.failure_config.max_failures)
+        return FailureDecision.RAISE
+
+
+def _retry_if(condition: bool) -> FailureDecision:
+    return FailureDecision.RETRY if condition else FailureDecision.RAISE
 
 
 class FaultCallback(UserCallback):

@@ -1,4 +1,4 @@
-"""What a follower of a run sees; light, because followers draw screens."""
+"""Progress without what makes it: whoever draws it need not load torch."""
 
 from dataclasses import dataclass
 

@@ -4,6 +4,7 @@ It can be ended from another thread, and it starts only the helpers that a run o
 for: each is a process of its own, seconds of a core, at the start and again at each recovery.
 """
 
+import contextlib
 import threading
 from typing import Any
 
@@ -14,10 +15,12 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailurePolicy
 
 from eagleray.actors.trainer.controller_parts import FixedCluster
 from eagleray.platform.errors import RunFailedError
 
+_ABORT_S = 3.0
 # It watches for nodes that a cloud is about to take away.
 _WATCHER_VARIABLE = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
@@ -30,27 +33,40 @@ class EndableTrainer(TorchTrainer):
     controller would start new workers for those that died.
 
     Args:
+        failure_policy: When a run is given up.
         is_fixed: No node can come or go, so nobody need be asked for more or watch for fewer.
         **arguments: TorchTrainer's.
     """
 
-    def __init__(self, *args: Any, is_fixed: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        failure_policy: FailurePolicy,
+        is_fixed: bool = False,
+        **arguments: Any,
+    ) -> None:
         super().__init__(*args, **arguments)
-        self._is_fixed = is_fixed
+        self._failure_policy, self._is_fixed = failure_policy, is_fixed
         self._lock = threading.Lock()
         self._controller: Any = None
         self._is_ended = False
 
     def end(self) -> None:
-        """Kill the controller and with it its workers; `fit` raises."""
+        """End the controller and with it its workers; `fit` raises if it has not ended yet."""
         with self._lock:
             self._is_ended = True
-            if self._controller is not None:
-                ray.kill(self._controller)
+            controller = self._controller
+        if controller is None:
+            return
+        # It also ends a helper that outlives it; one that still starts or hangs is killed.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(controller.abort.remote(), timeout=_ABORT_S)
+        ray.kill(controller)
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         """As Ray Train's, without its handler of Ctrl-C."""
         variables = get_env_vars_to_propagate()
+        arguments["failure_policy"] = self._failure_policy
         # We read no Ray datasets.
         arguments["callbacks"] = [
             each for each in arguments["callbacks"] if not isinstance(each, DatasetsCallback)
@@ -68,6 +84,7 @@ class EndableTrainer(TorchTrainer):
             if self._is_ended:
                 raise RunFailedError("the run was ended while it started")
             self._controller = controllers.remote(**arguments)
+        # As long as the run lasts; `end` ends the wait.
         ray.get(self._controller.run.remote())
         result: Result = ray.get(self._controller.get_result.remote())
         return result

@@ -1,8 +1,9 @@
 """The run's recorder: hears the workers, writes the run's record, answers the driver.
 
 Life: created by the run's driver under a name of the run; restarted by Ray if its process dies,
-from the files it wrote (only the workers' addresses are lost, until the next attempt). Exactly one
-exists per run, so attempts are numbered without gaps whatever dies.
+from the files it wrote (lost are the workers' addresses, until the next attempt, and figures that
+storage had not taken). Exactly one exists per run, so attempts are numbered without gaps whatever
+dies.
 """
 
 import logging
@@ -57,8 +58,10 @@ class RunView:
     """What the driver sees when it looks."""
 
     attempt: int
+    start: int
+    """Number of rows before these."""
     rows: tuple[StepRow, ...]
-    """Rows since the number of rows that the caller already has."""
+    """Rows that the caller does not have."""
     workers: tuple[WorkerInfo, ...]
     first_row_at: dict[int, float]
     """Attempt -> time of its first row, in seconds since the epoch."""
@@ -97,6 +100,7 @@ class RunRecorder:
         self._sink = sink or NullSink()
         self._memory = _Memory()
         self._unwritten: deque[dict[str, Any]] = deque()
+        self._is_stuck = False
         for event in runs.events(run_id):
             if event["event"] == "attempt":
                 self._memory.attempt, self._memory.token = event["attempt"], event["token"]
@@ -152,6 +156,11 @@ class RunRecorder:
             self._memory.fatal = fatal
             self._runs.add_event(self._run_id, "fatal", **asdict(fatal))
 
+    def flush(self) -> None:
+        """Try once more to write what storage did not take."""
+        if self._unwritten:
+            self._write_rows(int(self._unwritten[-1]["step"]))
+
     def request_stop(self, reason: str) -> None:
         """Let training stop, with a checkpoint, after its next row."""
         self._memory.stop_reason = reason
@@ -160,9 +169,12 @@ class RunRecorder:
         """The state now, with the rows that the caller has not seen."""
         memory = self._memory
         workers = tuple(memory.workers[rank] for rank in sorted(memory.workers))
+        # A restarted recorder may have fewer rows than it had told of.
+        start = min(rows_seen, len(memory.rows))
         return RunView(
             memory.attempt,
-            tuple(memory.rows[rows_seen:]),
+            start,
+            tuple(memory.rows[start:]),
             workers,
             dict(memory.first_row_at),
             memory.fatal,
@@ -174,15 +186,17 @@ class RunRecorder:
 
     def _write_rows(self, step: int) -> None:
         """Write what is not yet on storage; a run does not end because its figures find no room."""
-        kept = len(self._unwritten)
         try:
             while self._unwritten:
                 self._runs.add_metrics(self._run_id, self._unwritten[0])
                 self._unwritten.popleft()
             self._runs.update(self._run_id, step=step)
         except StorageError as error:
-            if kept == 1:  # Once, not for each row until there is room.
+            if not self._is_stuck:
                 logger.warning("figures wait in memory until storage takes them: %s", error.what)
+            self._is_stuck = True
+        else:
+            self._is_stuck = False
 
     def _remember(self, row: StepRow, time_s: float) -> None:
         self._memory.rows.append(row)

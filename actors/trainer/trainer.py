@@ -24,8 +24,10 @@ from eagleray.actors.cache.evictor_actor import create_evictor
 from eagleray.actors.checkpoint.actor import create_store
 from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
-from eagleray.actors.trainer.controller_parts import FaultCallback, ProcessGroupConfig
+from eagleray.actors.rpc import call
+from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
 from eagleray.actors.trainer.loop import LoopSpec
+from eagleray.actors.trainer.process_group import ProcessGroupConfig
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
 from eagleray.actors.trainer.recorder import Fatal, RunView
@@ -36,13 +38,15 @@ from eagleray.platform.cluster.options import TRAIN_VARIABLES
 from eagleray.platform.cluster.ports import HOST
 from eagleray.platform.config import ProjectConfig, TrainConfig
 from eagleray.platform.errors import EagleRayError, RunFailedError, ServiceError
+from eagleray.platform.interruption import interruption_deferred
 from eagleray.platform.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 # A job that is stopped has 20 s in all: see platform/cluster/options.py.
-_SAVE_S = 10.0
+_SAVE_S = 8.0
+_ANSWER_S = 2.0
 _END_S = 5.0
 # Longer than any other rank may be busy alone: with a checkpoint, or with the first batches.
 _GROUP_TIMEOUT_S = 600.0
@@ -97,6 +101,7 @@ class Training:
         # Not the thread's `join`: an exception of a signal handler that interrupts it marks the
         # thread as ended in Python 3.11 (`_wait_for_tstate_lock`).
         self._is_done = threading.Event()
+        self._has_begun = False
 
     def start(self) -> None:
         """Let Ray Train start the workers."""
@@ -112,30 +117,35 @@ class Training:
             RunFailedError: Its workers died more often than `train.max_failures`.
         """
         try:
-            self._follow(on_progress)
+            with interruption_deferred() as raise_waiting:
+                self._follow(on_progress, raise_waiting)
         except (KeyboardInterrupt, SystemExit):
             self._save()
             raise
 
-    def _follow(self, on_progress: Callable[[Progress], None]) -> None:
+    def _follow(
+        self, on_progress: Callable[[Progress], None], raise_waiting: Callable[[], None]
+    ) -> None:
         seen, has_ended = 0, False
         while not has_ended:
+            raise_waiting()
             # Before the look, so that the last look sees everything.
             has_ended = self._is_done.wait(_POLL_S)
             view: RunView = self._recorder.ask("view", seen)
-            seen += len(view.rows)
+            seen = view.start + len(view.rows)
+            self._has_begun = self._has_begun or bool(view.workers)
             on_progress(Progress(view.rows, view.attempt, view.workers, view.first_row_at))
             # Ray Train would start the workers anew only to hear that it is of no use.
             has_ended = has_ended or view.fatal is not None
+        self._recorder.ask("flush")
         self._raise(view.fatal)
 
     def _save(self) -> None:
         """Let the workers write a checkpoint and end, if they are there."""
-        recorder = RecorderClient(self._actors.recorder, _SAVE_S)
+        if not self._has_begun:
+            return
         with contextlib.suppress(ServiceError):
-            if not recorder.ask("view", 0).workers:
-                return
-            recorder.ask("request_stop", "interrupted")
+            RecorderClient(self._actors.recorder, _ANSWER_S).ask("request_stop", "interrupted")
             self._is_done.wait(_SAVE_S)
         if not self._is_done.is_set():
             logger.warning("workers did not save their last steps in %g s", _SAVE_S)
@@ -146,6 +156,11 @@ class Training:
         if self._thread.ident is not None:
             self._is_done.wait(_END_S)
         actors = self._actors
+        if self._has_begun:
+            # Snapshots that were taken are worth a moment.
+            with contextlib.suppress(EagleRayError):
+                what = "the writing of checkpoints"
+                call(actors.store.flush, 0, timeout_s=_END_S, what=what)
         for actor in (
             actors.recorder,
             actors.store,
@@ -166,10 +181,13 @@ class Training:
         train = self._config.train
         cpus, gpus = _worker_resources(train)
         os.environ.update(_TRAIN_ENVIRONMENT)
+        failures = FailureConfig(max_failures=train.max_failures)
+        waits = self._config.cluster.place_timeout_s / float(_START_TIMEOUT_S)
         return EndableTrainer(
             # Not by `train_loop_config`: the controller would load it, and with it torch.
             functools.partial(train_worker, self._spec, self._actors),
             is_fixed=_is_fixed(),
+            failure_policy=Patience(failures, max(1, math.ceil(waits))),
             torch_config=ProcessGroupConfig(
                 "nccl" if train.device == "cuda" else "gloo", _GROUP_TIMEOUT_S
             ),
@@ -182,11 +200,7 @@ class Training:
                 # Our own store keeps checkpoints; Ray Train's folder holds only its bookkeeping.
                 name=f"{self._run_id}-{int(time.time())}",
                 storage_path=str(self._storage.path("runs", self._run_id, "ray")),
-                failure_config=FailureConfig(
-                    max_failures=train.max_failures,
-                    # A field of Ray Train v2, which the annotations do not know.
-                    controller_failure_limit=_start_failures(self._config),  # type: ignore[call-arg]
-                ),
+                failure_config=failures,
                 # Train's callbacks are not the Tune callbacks that the annotation names.
                 callbacks=[FaultCallback(self._actors.recorder)],  # type: ignore[list-item]
             ),
@@ -256,15 +270,6 @@ def _is_fixed() -> bool:
 def _worker_resources(train: TrainConfig) -> tuple[float, float]:
     """CPUs and GPUs of one worker."""
     return train.cpus_per_worker, 1.0 if train.device == "cuda" else 0.0
-
-
-def _start_failures(config: ProjectConfig) -> int:
-    """How often workers may fail to start: after each failure as long as any work may wait.
-
-    Ray Train tries it without end by default.
-    """
-    one_wait = math.ceil(config.cluster.place_timeout_s / float(_START_TIMEOUT_S))
-    return max(1, one_wait) * (config.train.max_failures + 1)
 
 
 def _last_line(error: Any) -> str:

@@ -53,8 +53,8 @@ class LoaderSource:
 def train_worker(spec: LoopSpec, actors: RunActors) -> None:
     """Ray Train's entry point of one worker.
 
-    A failure that a restart cannot mend is noted before it ends the attempt; in the next attempt
-    every worker sees the note and returns at once, so the driver learns of it without more retries.
+    A failure that a restart cannot mend is noted before it ends the attempt. The driver ends the
+    run when it sees the note; workers of an attempt that was quicker see it too, and return.
     """
     context = ray.train.get_context()
     seat = Seat(context.get_world_rank(), context.get_world_size())

@@ -25,6 +25,7 @@ from typing import Any
 import ray
 import ray._private.services as services
 import ray._private.state as ray_state
+import ray._private.worker as ray_worker
 
 from eagleray.platform.cluster.driver import driver_settings, raylet_messages_logged
 from eagleray.platform.cluster.gcs import look, split_address
@@ -219,7 +220,9 @@ def _init(target: _Target, log_to_driver: bool) -> None:
 def _attached(cluster: ClusterConfig) -> ClusterInfo:
     address = ray.get_runtime_context().gcs_address
     wanted = cluster.address
-    if wanted is not None and _JOB_VARIABLE not in os.environ and not _is_same(address, wanted):
+    # A job's driver and its workers are on their cluster, whatever name others know it by.
+    is_inside = _JOB_VARIABLE in os.environ or ray_worker.global_worker.mode == ray.WORKER_MODE
+    if wanted is not None and not is_inside and not _is_same(address, wanted):
         raise UsageError(
             f"this process already talks to the Ray cluster at {address}, "
             f"but cluster.address names {wanted}",

@@ -22,14 +22,14 @@ TRAIN_VARIABLES = {
 # believes to be on a system where clusters have one node only. The variable's name misleads:
 # ray/_private/services.py, get_node_ip_address.
 LOOPBACK_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# A stopped job's driver has this long to save what it wants to.
+STOP_VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
 _QUIET_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Each log file of Ray's: 20 MB, one older copy.
     "RAY_ROTATION_MAX_BYTES": "20000000",
     "RAY_ROTATION_BACKUP_COUNT": "1",
-    # A stopped job's driver has this long to save what it wants to.
-    "RAY_JOB_STOP_WAIT_TIME_S": "20",
 }
 # They would lead a new cluster to the one that this process itself belongs to.
 _FOREIGN_VARIABLES = (
@@ -132,18 +132,28 @@ def start_environment(
     return {
         **kept,
         **_QUIET_VARIABLES,
+        **STOP_VARIABLES,
         **TRAIN_VARIABLES,
         **LOOPBACK_VARIABLES,
         "PATH": os.pathsep.join([scripts, kept.get("PATH", os.defpath)]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
-        # What a process leaves behind when it is killed is removed with the folder.
-        "TMPDIR": str(folder),
+        **_temporary(kept, folder),
         # Fixed ports by default, which two clusters on one machine cannot share.
         "AUTOSCALER_METRIC_PORT": str(options.monitor_metrics_port),
         "DASHBOARD_METRIC_PORT": str(options.dashboard_metrics_port),
         guard.MARK_VARIABLE: mark,
     }
+
+
+def _temporary(kept: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The folder for temporary files: what a killed process leaves is removed with the cluster.
+
+    A user's own choice counts: only there may be room for large files.
+    """
+    chosen = kept.get("TMPDIR")
+    is_theirs = chosen is not None and Path(chosen) != folder.parent
+    return {} if is_theirs else {"TMPDIR": str(folder)}
 
 
 def new_options(cluster: ClusterConfig, *, is_lasting: bool, shows_logs: bool) -> HeadOptions:

@@ -17,6 +17,7 @@ import aiohttp
 
 from eagleray import __version__
 from eagleray.platform.cluster.dashboard import Dashboard
+from eagleray.platform.cluster.options import STOP_VARIABLES
 from eagleray.platform.errors import (
     DeadlineExceededError,
     EagleRayError,
@@ -86,6 +87,8 @@ class Jobs:
             "runtime_env": {
                 "working_dir": shipment.project.uri,
                 "py_modules": [shipment.code.uri],
+                # A cluster that is not ours would kill the job after three seconds.
+                "env_vars": STOP_VARIABLES,
             },
             "metadata": {
                 "command": f"eagleray {shlex.join(shipment.arguments)}",

@@ -14,7 +14,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from eagleray.platform.config import (
 )
 from eagleray.platform.errors import DataError, NotFoundError, UsageError
 from eagleray.platform.gate import judge
+from eagleray.platform.interruption import interruption_deferred
 from eagleray.platform.ledger import Ledger
 from eagleray.platform.registry import DEFAULT_ALIAS, ModelVersion, Registry
 from eagleray.platform.runs import RunState, RunStatus, RunStore
@@ -167,6 +168,7 @@ class Project:
             RunFailedError: No trial brought a value.
         """
         from eagleray.platform.cluster import Demand, session
+        from eagleray.tune.history import SweepHistory
         from eagleray.tune.space import check_space
 
         project = self if resume is None else self._resumable(resume, "sweep")
@@ -178,18 +180,19 @@ class Project:
         train = project.config.train
         gpus = 1.0 if train.device == "cuda" else 0.0
         need = Demand(1, train.cpus_per_worker, gpus, "trial")
-        with (
-            self.runs.claim(sweep_id),
-            _recorded(self.runs, sweep_id),
-            session(self.loaded, need, meanwhile=_import_sweep) as cluster,
-        ):
-            from eagleray.tune.sweep import run_sweep
+        observe = on_progress or (lambda _: None)
+        with self.runs.claim(sweep_id), _recorded(self.runs, sweep_id):
+            observe(SweepHistory(self.runs, sweep_id))  # So that it is known which sweep starts.
+            with session(self.loaded, need, meanwhile=_import_sweep) as cluster:
+                from eagleray.tune.sweep import run_sweep
 
-            # Tune itself waits without end for what is never free.
-            cluster.wait_for_resources(need)
-            self._note_dataset(sweep_id, dataset)
-            observe = on_progress or (lambda _: None)
-            return run_sweep(self.storage, project.config, dataset, sweep_id, observe)
+                # Tune itself waits without end for what is never free.
+                cluster.wait_for_resources(need)
+                self._note_dataset(sweep_id, dataset)
+                with interruption_deferred() as raise_waiting:
+                    return run_sweep(
+                        self.storage, project.config, dataset, sweep_id, observe, raise_waiting
+                    )
 
     def promote(self, version: ModelVersion, alias: str = DEFAULT_ALIAS) -> None:
         """Point an alias at a model, if the gate that `eval` describes lets it through.
@@ -273,14 +276,13 @@ class Project:
                 on_progress(run_id, progress)
 
         gpus = 1.0 if train.device == "cuda" else 0.0
-        follow(Progress.none())  # So that it is known which run starts.
         need = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker")
-        with (
-            self.runs.claim(run_id),
-            _recorded(self.runs, run_id),
-            session(self.loaded, need, meanwhile=_import_trainer) as cluster,
-            self._redis() as redis_url,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(self.runs.claim(run_id))
+            stack.enter_context(_recorded(self.runs, run_id))
+            follow(Progress.none())  # So that it is known which run starts.
+            cluster = stack.enter_context(session(self.loaded, need, meanwhile=_import_trainer))
+            redis_url = stack.enter_context(self._redis())
             from eagleray.actors.trainer.finish import finish_run
             from eagleray.actors.trainer.loop import LoopSpec
             from eagleray.actors.trainer.trainer import Training

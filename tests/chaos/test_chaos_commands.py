@@ -96,6 +96,7 @@ def test_a_terminated_run_leaves_nothing_and_is_resumed(
     assert project.runs.state(run_id).status is RunStatus.STOPPED
     # The workers were given the time to keep their last step.
     reported = project.runs.metrics(run_id)[-1]["step"]
+    assert reported < 200
     assert CheckpointFolder(project.storage, run_id).steps()[-1] == reported
 
     resumed = run(project.loaded.root, "resume", run_id, "--json")

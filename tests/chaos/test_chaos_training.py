@@ -1,10 +1,12 @@
 """Training while processes are killed: the same bits, each sample once, or one clear failure."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -22,12 +24,17 @@ STEPS = 200
 class KillOnce:
     """Ends a process by SIGKILL at the first row at or after a step."""
 
-    def __init__(self, step: int, find: Callable[[str, Progress], int | None]) -> None:
-        self._step, self._find = step, find
+    def __init__(
+        self, step: int, find: Callable[[str, Progress], int | None], attempt: int = 1
+    ) -> None:
+        self._step, self._find, self._attempt = step, find, attempt
         self.pid: int | None = None
 
     def __call__(self, run_id: str, progress: Progress) -> None:
-        if self.pid is None and any(row.step >= self._step for row in progress.rows):
+        is_due = any(
+            row.step >= self._step and row.attempt >= self._attempt for row in progress.rows
+        )
+        if self.pid is None and is_due:
             self.pid = self._find(run_id, progress)
             if self.pid is not None:
                 os.kill(self.pid, signal.SIGKILL)
@@ -71,7 +78,7 @@ def test_killed_workers_cost_neither_bits_nor_samples(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
     project = make_project()
-    kills = [KillOnce(24, worker(1)), KillOnce(74, worker(0))]
+    kills = [KillOnce(24, worker(1)), KillOnce(74, worker(0), attempt=2)]
     run = project.train(all_of(kills))
     assert all(kill.pid is not None for kill in kills)
     assert run.attempts == 3
@@ -79,6 +86,26 @@ def test_killed_workers_cost_neither_bits_nor_samples(
     events = [event["event"] for event in project.runs.events(run.run_id)]
     assert events.count("fault") == 2
     assert events.count("attempt") == 3
+
+
+def test_a_worker_killed_before_the_workers_have_met_is_replaced(
+    make_project: MakeProject, undisturbed: TrainedRun
+) -> None:
+    killed: list[int] = []
+
+    def kill_one_that_meets(_: str, progress: Progress) -> None:
+        if killed or progress.workers:
+            return
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "_meet" in " ".join(process.cmdline()):
+                    process.kill()
+                    killed.append(process.pid)
+                    return
+
+    run = make_project("train.max_failures=1").train(kill_one_that_meets)
+    assert len(killed) == 1
+    assert_same(run, undisturbed)
 
 
 def test_a_killed_store_and_a_killed_recorder_cost_neither_bits_nor_samples(

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,11 +38,23 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 TERMINATED = 143  # 128 + SIGTERM
 # Ctrl-C, and the SystemExit that SIGTERM becomes.
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
+_terminations: list[float] = []
+"""When this process was asked to end."""
 
 
 def exit_code(interruption: BaseException) -> int:
     """The exit code that tells which of INTERRUPTIONS it was."""
     return INTERRUPTED if isinstance(interruption, KeyboardInterrupt) else TERMINATED
+
+
+def _terminate(*_: object) -> None:
+    _terminations.append(time.monotonic())
+    sys.exit(TERMINATED)
+
+
+def _is_termination(end: SystemExit) -> bool:
+    # In `ray.get` it becomes SystemExit(1); while Ray connects, its own handler gives the number.
+    return bool(_terminations) or end.code == int(signal.SIGTERM)
 
 
 def emit(document: Any, as_json: bool, show: Callable[[], None]) -> None:
@@ -68,9 +81,11 @@ def run_app(app: Callable[[], None]) -> None:
 
     SIGTERM ends it as Ctrl-C does: what was begun is taken down, a run says that it was stopped.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
+    except SystemExit as end:
+        raise SystemExit(TERMINATED if _is_termination(end) else end.code) from None
     except EagleRayError as error:
         _fail(error)
     except KeyboardInterrupt:

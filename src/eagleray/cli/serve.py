@@ -259,8 +259,8 @@ def _may_have_cluster(project: Project) -> bool:
     """Whether `session` may find a cluster: to start a private one only to refuse takes long."""
     from eagleray.platform.cluster import status
 
-    # A job of a cluster finds it by this variable, which Ray sets for it.
-    if project.config.cluster.address is not None or "RAY_ADDRESS" in os.environ:
+    # A job finds its cluster by Ray's variables.
+    if project.config.cluster.address is not None or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return True
     return status(project.loaded).phase not in ("none", "dead")
 

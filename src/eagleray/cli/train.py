@@ -118,11 +118,11 @@ class RunFollower:
         if run_id != self._run_id:
             self._run_id = run_id
             self._line(f"run {run_id}")
-        if progress.attempt > self._attempt:
+        if progress.workers and progress.attempt > self._attempt:
             if self._attempt:
                 self._line(f"workers restarted (attempt {progress.attempt})")
             self._attempt = progress.attempt
-        if not progress.attempt:
+        if not self._attempt:
             self._waiting(time.monotonic() - self._asked_s)
         for row in progress.rows:
             held_out = "" if row.eval_loss is None else f"  held-out {row.eval_loss:.3f}"
@@ -145,9 +145,9 @@ class RunFollower:
         if waited_s < _PATIENCE_S:
             self._bar.update(self._task, figures="starting")
             return
-        self._bar.update(self._task, figures=f"no worker after {waited_s:.0f} s: eagleray status")
+        self._bar.update(self._task, figures=f"no worker yet after {waited_s:.0f} s")
         if not self._is_told and not console.is_terminal:
-            self._line(f"no worker after {waited_s:.0f} s; see `eagleray status`")
+            self._line(f"no worker yet after {waited_s:.0f} s")
         self._is_told = True
 
     def _line(self, text: str) -> None:

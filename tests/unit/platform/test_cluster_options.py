@@ -65,6 +65,12 @@ def test_the_token_is_required_and_read_from_our_file() -> None:
     assert "RAY_AUTH_TOKEN" not in made
 
 
+def test_temporary_files_go_with_the_cluster_unless_the_user_chose_a_place() -> None:
+    assert environment({})["TMPDIR"] == str(FOLDER)
+    assert environment({"TMPDIR": "/tmp"})["TMPDIR"] == str(FOLDER)
+    assert environment({"TMPDIR": "/scratch/large"})["TMPDIR"] == "/scratch/large"
+
+
 def test_the_cluster_that_we_run_in_ourselves_does_not_leak_into_the_new_one() -> None:
     outer = {"RAY_ADDRESS": "1.2.3.4:6379", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "HOME": "/home/me"}
     made = environment(outer)

@@ -97,6 +97,7 @@ def test_a_submitted_verb_runs_under_the_named_interpreter_with_its_words_kept_a
     assert sent["runtime_env"] == {
         "working_dir": SHIPMENT.project.uri,
         "py_modules": [SHIPMENT.code.uri],
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "20"},
     }
     assert job.job_id.startswith("train-")
     assert job.command == "eagleray train 'train.steps=5 0'"
