@@ -69,7 +69,8 @@ def table(title: str, columns: list[str], rows: list[list[Any]]) -> Table:
     """A plain table of values."""
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        made.add_column(column)
+        # A path or digest that is cut cannot be copied.
+        made.add_column(column, overflow="fold")
     for row in rows:
         # A text from a run or a model may look like markup; it is none.
         made.add_row(*("" if value is None else escape(str(value)) for value in row))

@@ -116,10 +116,11 @@ def ps(
             console.print("no jobs and no runs yet")
             return
         made = table("", columns, shown)
-        for column in made.columns:
-            # One line for each; --json has the whole message.
+        # One line for each; --json has the whole message.
+        for index, column in enumerate(made.columns):
             column.no_wrap, column.overflow = True, "ellipsis"
-        made.columns[0].min_width = max(len(row["id"]) for row in rows)
+            if index < len(columns) - 1:
+                column.min_width = max(len(str(cells[index])) for cells in shown)
         console.print(made)
 
     emit(rows, as_json, show)
