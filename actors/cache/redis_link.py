@@ -61,8 +61,7 @@ class RedisLink:
             packed = self._connection.pack_commands(commands)
             self._connection.send_packed_command(packed, check_health=False)
             return [self._reply() for _ in commands]
-        except BaseException:
-            # A reply may be on its way still: the next call on this connection would take it.
+        except BaseException:  # Also at Ctrl-C: a reply under way would go to the next call.
             self.close()
             raise
 

@@ -195,8 +195,9 @@ class Loader:
             batch: Batch | None = None
             try:
                 batch = self._read(self.split, step, self.order_seed)
-            # The thread must live: whoever asks for this step reads it again and meets the error.
-            except Exception:
+            except (
+                Exception
+            ):  # The thread must live; who asks for this step meets the error itself.
                 logger.debug("reading ahead failed step=%d", step, exc_info=True)
             with self._changed:
                 self._in_hand = None

@@ -114,8 +114,7 @@ def _demo(keep: bool) -> None:
         up(project.loaded)
     try:
         _walk(project, summary, keep)
-    except BaseException:
-        # Also on Ctrl-C: a demo that did not end well leaves no cluster.
+    except BaseException:  # Also at Ctrl-C: a demo that did not end well leaves no cluster.
         if keep:
             down(project.loaded)
         raise

@@ -148,8 +148,7 @@ def _start_once(record: ClusterRecord, options: HeadOptions, timeout_s: float) -
         state = _state_of(head)
         record.write(state)
         head.detach()
-    except BaseException:
-        # Also on Ctrl-C: a half-started cluster must not stay.
+    except BaseException:  # Also at Ctrl-C: a half-started cluster must not stay.
         if head is not None:
             head.stop()
         shutil.rmtree(folder, ignore_errors=True)

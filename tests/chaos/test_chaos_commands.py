@@ -79,6 +79,17 @@ def all_gone(processes: list[psutil.Process]) -> Callable[[], bool]:
     return check
 
 
+def end_by(
+    process: subprocess.Popen[str], number: signal.Signals, until: Callable[..., None]
+) -> tuple[int, str]:
+    """Exit code and standard error after a signal, when every process below it is gone too."""
+    children = descendants(process.pid)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=120)
+    until(all_gone(children), "the end of every process", 60)
+    return process.returncode, stderr
+
+
 def test_a_terminated_run_leaves_nothing_and_is_resumed(
     make_project: Callable[..., Project], until: Callable[..., None], undisturbed: TrainedRun
 ) -> None:
@@ -86,13 +97,9 @@ def test_a_terminated_run_leaves_nothing_and_is_resumed(
     with started(project.loaded.root, "train") as process:
         run_id = read_until(process, r"run (\S+)")[1]
         read_until(process, r"step [1-9]\d\b")
-        children = descendants(process.pid)
         # As a supervisor does, and `eagleray stop`; it must be no worse than Ctrl-C.
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 143
-    assert stderr == f"stopped; go on with: eagleray resume {run_id}\n"
-    until(all_gone(children), "the end of every process of the run", 60)
+        ended = end_by(process, signal.SIGTERM, until)
+    assert ended == (143, f"stopped; go on with: eagleray resume {run_id}\n")
     assert project.runs.state(run_id).status is RunStatus.STOPPED
     # The workers were given the time to keep their last step.
     reported = project.runs.metrics(run_id)[-1]["step"]
@@ -114,12 +121,8 @@ def test_a_run_may_be_ended_while_its_workers_start(
     with started(project.loaded.root, "train") as process:
         run_id = read_until(process, r"run (\S+)")[1]
         until(has(process.pid, "ray::TrainController"), "Ray Train's controller", 120)
-        children = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert stderr == f"stopped; go on with: eagleray resume {run_id}\n"
-    until(all_gone(children), "the end of every process of the run", 60)
+        ended = end_by(process, signal.SIGINT, until)
+    assert ended == (130, f"stopped; go on with: eagleray resume {run_id}\n")
     assert project.runs.state(run_id).status is RunStatus.STOPPED
 
 
@@ -130,12 +133,8 @@ def test_a_sweep_goes_on_after_its_driver_was_stopped_and_killed(
     with started(project.loaded.root, "tune") as process:
         sweep_id = read_until(process, r"sweep (\S+)")[1]
         read_until(process, r"^1 trials")
-        children = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert stderr == f"stopped; go on with: eagleray tune --resume {sweep_id}\n"
-    until(all_gone(children), "the end of every process of the sweep", 60)
+        ended = end_by(process, signal.SIGINT, until)
+    assert ended == (130, f"stopped; go on with: eagleray tune --resume {sweep_id}\n")
     assert project.runs.state(sweep_id).status is RunStatus.STOPPED
 
     with started(project.loaded.root, "tune", "--resume", sweep_id) as process:

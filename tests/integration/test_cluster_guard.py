@@ -137,6 +137,7 @@ def test_the_kernel_ends_the_command_when_the_guard_is_killed(
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     until(lambda: not is_alive(command), "the command's end", timeout_s=5)
+    assert guard.family(mark) == set()
 
 
 def test_shared_memory_that_nobody_else_maps_is_freed(start_guard: Start, mark: str) -> None:

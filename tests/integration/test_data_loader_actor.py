@@ -99,15 +99,18 @@ def test_a_loader_that_was_ended_is_a_service_error(small_dataset: Dataset, unti
     client.batch(0)
     ray.kill(handle)
 
-    def is_gone() -> bool:
+    refusals: list[str] = []
+
+    def is_refused() -> bool:
         # The kill is on its way; until it arrives the loader may answer.
         try:
             client.batch(1)
         except ServiceError as error:
-            return "its actor is gone" in error.what
-        return False
+            refusals.append(error.what)
+        return bool(refusals)
 
-    until(is_gone, "the end of the loader")
+    until(is_refused, "the end of the loader")
+    assert "its actor is gone" in refusals[0]
 
 
 def test_loaders_report_to_the_evictor_which_survives_its_own_death(

@@ -192,6 +192,7 @@ def test_nothing_happens_in_the_null_sink() -> None:
     sink.add(CACHE_LOOKUPS, result="hit")
     sink.set(TRAIN_LOSS, 1.0, run="r")
     sink.observe(SERVE_TTFT, 1.0)
+    assert vars(sink) == {}
 
 
 def test_records_say_what_they_are_about() -> None:

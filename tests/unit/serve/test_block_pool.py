@@ -59,3 +59,4 @@ def test_no_block_is_lost_or_doubled_by_any_order_of_calls(calls: list[tuple[str
         elif action in "tr" and tables:
             pool.release(tables.pop(number % len(tables)))
         pool.check_integrity(tables)
+        assert pool.num_free == 7 - len({block for table in tables for block in table})
