@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
-from eagleray.platform.config import LoadedConfig, ServeConfig
-from eagleray.platform.errors import DeadlineExceededError, InfeasibleError, ServiceError
+from eagleray.platform.cluster import Demand
+from eagleray.platform.cluster.attach import attached
+from eagleray.platform.config import LoadedConfig
+from eagleray.platform.errors import DeadlineExceededError, ServiceError
 from eagleray.platform.storage import Storage
 from eagleray.serve.address import base_url, check_exposure, check_port, served_digest
 from eagleray.serve.api.keys import KeyStore
@@ -73,7 +74,8 @@ def deploy(
     spec = resolve(loaded, model)
     config = spec.config
     check_exposure(config)
-    _check_capacity(config)
+    need = Demand(config.num_replicas, config.cpus_per_replica, what="replica")
+    attached(loaded.config.cluster).check_feasible(need)
     # Its announcements are ours to make.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if not serve.status().proxies:
@@ -124,18 +126,6 @@ def first_key(loaded: LoadedConfig) -> str | None:
     if not loaded.config.serve.require_key or keys.all():
         return None
     return keys.create("first")
-
-
-def _check_capacity(config: ServeConfig) -> None:
-    needed = config.num_replicas * config.cpus_per_replica
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray leaves it unannotated
-    offered = resources.get("CPU", 0.0)
-    if needed > offered:
-        raise InfeasibleError(
-            f"{config.num_replicas} replicas of {config.cpus_per_replica:g} CPUs need {needed:g}; "
-            f"the cluster has {offered:g}",
-            "lower serve.num_replicas or serve.cpus_per_replica, or enlarge the cluster",
-        )
 
 
 def _await_ready(endpoint: Endpoint, timeout_s: float, on_wait: Callable[[str], None]) -> None:

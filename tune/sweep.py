@@ -228,7 +228,7 @@ def _fit(
     safe_place: "_SafePlace",
 ) -> None:
     train = config.train
-    resources = {"cpu": train.cpus_per_worker, "gpu": int(train.device == "cuda")}
+    resources = {"cpu": train.cpus_per_worker, "gpu": train.gpus_per_worker}
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, spec=spec), resources),
         tune_config=tune.TuneConfig(

@@ -36,7 +36,7 @@ from eagleray.actors.trainer.worker import RunActors, train_worker
 from eagleray.platform.cluster import Demand
 from eagleray.platform.cluster.options import TRAIN_VARIABLES
 from eagleray.platform.cluster.ports import HOST
-from eagleray.platform.config import ProjectConfig, TrainConfig
+from eagleray.platform.config import ProjectConfig
 from eagleray.platform.errors import EagleRayError, RunFailedError, ServiceError
 from eagleray.platform.interruption import interruption_deferred
 from eagleray.platform.storage import Storage
@@ -137,7 +137,9 @@ class Training:
             on_progress(Progress(view.rows, view.attempt, view.workers, view.first_row_at))
             # Ray Train would start the workers anew only to hear that it is of no use.
             has_ended = has_ended or view.fatal is not None
-        self._recorder.ask("flush")
+        # A recorder that is gone must hide neither the result nor the error.
+        with contextlib.suppress(ServiceError):
+            self._recorder.ask("flush")
         self._raise(view.fatal)
 
     def _save(self) -> None:
@@ -179,7 +181,7 @@ class Training:
 
     def _make_trainer(self) -> EndableTrainer:
         train = self._config.train
-        cpus, gpus = _worker_resources(train)
+        resources = {"CPU": train.cpus_per_worker, "GPU": float(train.gpus_per_worker)}
         os.environ.update(_TRAIN_ENVIRONMENT)
         failures = FailureConfig(max_failures=train.max_failures)
         waits = self._config.cluster.place_timeout_s / float(_START_TIMEOUT_S)
@@ -193,8 +195,8 @@ class Training:
             ),
             scaling_config=ScalingConfig(
                 num_workers=train.num_workers,
-                use_gpu=train.device == "cuda",
-                resources_per_worker={"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus},
+                use_gpu=bool(train.gpus_per_worker),
+                resources_per_worker={name: n for name, n in resources.items() if n},
             ),
             run_config=RunConfig(
                 # Our own store keeps checkpoints; Ray Train's folder holds only its bookkeeping.
@@ -227,7 +229,8 @@ class Training:
         if isinstance(error, ControllerError):
             error = error.controller_failure
         if isinstance(error, WorkerGroupStartupTimeoutError):
-            wanted = Demand(error.num_workers, *_worker_resources(self._config.train))
+            train = self._config.train
+            wanted = Demand(error.num_workers, train.cpus_per_worker, train.gpus_per_worker)
             return f"its workers found no place again and again: {wanted} at the same time"
         return f"{type(error).__name__}: {_last_line(error)}"
 
@@ -265,11 +268,6 @@ def _nodes() -> list[dict[str, Any]]:
 def _is_fixed() -> bool:
     """Whether the cluster is one machine on its loopback: no node can come or go."""
     return {node["NodeManagerAddress"] for node in _nodes()} == {HOST}
-
-
-def _worker_resources(train: TrainConfig) -> tuple[float, float]:
-    """CPUs and GPUs of one worker."""
-    return train.cpus_per_worker, 1.0 if train.device == "cuda" else 0.0
 
 
 def _last_line(error: Any) -> str:

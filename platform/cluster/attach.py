@@ -124,7 +124,7 @@ def session(
     cluster = loaded.config.cluster
     with contextlib.ExitStack() as stack:
         if ray.is_initialized():
-            info = _attached(cluster)
+            info = attached(cluster)
         elif (target := _target(loaded)) is not None:
             info = stack.enter_context(_driver(target, cluster, log_to_driver))
         else:
@@ -217,7 +217,12 @@ def _init(target: _Target, log_to_driver: bool) -> None:
         check_same(Versions("", "", label), Versions.here(), target.address)
 
 
-def _attached(cluster: ClusterConfig) -> ClusterInfo:
+def attached(cluster: ClusterConfig) -> ClusterInfo:
+    """The cluster that this process talks to already.
+
+    Raises:
+        UsageError: It is not the one that `cluster.address` names.
+    """
     address = ray.get_runtime_context().gcs_address
     wanted = cluster.address
     # A job's driver and its workers are on their cluster, whatever name others know it by.

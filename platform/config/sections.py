@@ -224,6 +224,11 @@ class TrainConfig(Section):
     register_as: Name | None = None
     """Model name under which the result is registered; null: the project's name."""
 
+    @property
+    def gpus_per_worker(self) -> int:
+        """What a worker asks of the cluster besides CPUs."""
+        return int(self.device == "cuda")
+
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.batch_size % self.num_workers:

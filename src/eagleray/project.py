@@ -178,8 +178,7 @@ class Project:
             f"{self.config.name}-sweep", "sweep", resolved_json(project.config)
         )
         train = project.config.train
-        gpus = 1.0 if train.device == "cuda" else 0.0
-        need = Demand(1, train.cpus_per_worker, gpus, "trial")
+        need = Demand(1, train.cpus_per_worker, train.gpus_per_worker, "trial")
         observe = on_progress or (lambda _: None)
         with self.runs.claim(sweep_id), _recorded(self.runs, sweep_id):
             observe(SweepHistory(self.runs, sweep_id))  # So that it is known which sweep starts.
@@ -275,8 +274,9 @@ class Project:
             if on_progress is not None:
                 on_progress(run_id, progress)
 
-        gpus = 1.0 if train.device == "cuda" else 0.0
-        need = Demand(train.num_workers, train.cpus_per_worker, gpus, "training worker")
+        need = Demand(
+            train.num_workers, train.cpus_per_worker, train.gpus_per_worker, "training worker"
+        )
         with ExitStack() as stack:
             stack.enter_context(self.runs.claim(run_id))
             stack.enter_context(_recorded(self.runs, run_id))
