@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +38,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 TERMINATED = 143  # 128 + SIGTERM
 # Ctrl-C, and the SystemExit that SIGTERM becomes.
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
-_terminations: list[float] = []
-"""When this process was asked to end."""
+_is_terminated = threading.Event()
 
 
 def exit_code(interruption: BaseException) -> int:
@@ -48,13 +47,13 @@ def exit_code(interruption: BaseException) -> int:
 
 
 def _terminate(*_: object) -> None:
-    _terminations.append(time.monotonic())
+    _is_terminated.set()
     sys.exit(TERMINATED)
 
 
 def _is_termination(end: SystemExit) -> bool:
     # In `ray.get` it becomes SystemExit(1); while Ray connects, its own handler gives the number.
-    return bool(_terminations) or end.code == int(signal.SIGTERM)
+    return _is_terminated.is_set() or end.code == int(signal.SIGTERM)
 
 
 def emit(document: Any, as_json: bool, show: Callable[[], None]) -> None:
