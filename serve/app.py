@@ -18,6 +18,7 @@ from eagleray.platform.errors import UsageError
 from eagleray.serve.api.openai import create_app
 from eagleray.serve.backend import key_store, limit_threads, open_model
 from eagleray.serve.engine.refusals import EngineStoppedError
+from eagleray.serve.replica_port import keep_on_node
 from eagleray.serve.spec import ServingSpec, resolve
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class ModelServer:
 
     def __init__(self, spec: ServingSpec) -> None:
         limit_threads(spec.config)
+        keep_on_node()
         self._spec = spec
         self._model = open_model(spec)
         logger.info(

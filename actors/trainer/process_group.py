@@ -4,6 +4,7 @@ Ray Train's own TorchConfig does the same, but makes the controller load torch, 
 that waits for one that died with its place on the cluster. Nothing here imports torch at its top.
 """
 
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from datetime import timedelta
 from typing import Any
 
 import ray
-from ray._common.network_utils import build_address  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+
+_BACKLOG = 4096
 
 
 @dataclass
@@ -48,8 +49,7 @@ class _ProcessGroup(Backend):
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         try:
-            host, port = worker_group.execute_single(0, get_address_and_port)
-            meeting, size = f"tcp://{build_address(host, port)}", len(worker_group)
+            meeting, size = worker_group.execute_single(0, _listen), len(worker_group)
             # `_meet` has its own deadline.
             ray.get(
                 [
@@ -78,18 +78,38 @@ class _OnItsDevice:
         pass
 
 
-def _meet(config: ProcessGroupConfig, meeting: str, rank: int, world_size: int) -> None:
+_listening: list[socket.socket] = []
+
+
+def _listen() -> tuple[str, int]:
+    """Runs in rank 0: the address of the store where the workers will meet.
+
+    Torch would let its store, which asks for no token, listen on every interface of the machine.
+    """
+    host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    listener = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
+    _listening[:] = [listener]
+    return host, int(listener.getsockname()[1])
+
+
+def _meet(config: ProcessGroupConfig, meeting: tuple[str, int], rank: int, world_size: int) -> None:
     """Runs in a worker."""
     import torch.distributed as dist  # noqa: PLC0415 - see the module's text
 
     _set_device()
-    dist.init_process_group(
-        config.backend,
-        init_method=meeting,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.timeout_s),
+    host, port = meeting
+    timeout = timedelta(seconds=config.timeout_s)
+    listener = _listening.pop().detach() if rank == 0 else None
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in its __all__
+        host, port, world_size, rank == 0, timeout, master_listen_fd=listener
     )
+    dist.init_process_group(
+        config.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _set_device() -> None:

@@ -1,12 +1,15 @@
 """A small project to train and to disturb."""
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from eagleray.actors.trainer.progress import Progress
 from eagleray.project import Project, TrainedRun
 
 WORDS = ("union", "states", "congress", "people", "year", "of", "the", "and", "to", "our")
@@ -63,8 +66,23 @@ def make_project(
 
 
 @pytest.fixture(scope="session")
-def undisturbed(make_project: Callable[..., Project]) -> TrainedRun:
-    """The run that the disturbed ones must equal."""
-    run = make_project().train()
+def watched(make_project: Callable[..., Project]) -> tuple[TrainedRun, set[str]]:
+    """A run that nothing disturbs, and the addresses that its processes listened on."""
+    addresses: set[str] = set()
+
+    def look(_: str, progress: Progress) -> None:
+        if progress.rows:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    connections = process.net_connections("inet")
+                    addresses.update(c.laddr.ip for c in connections if c.status == "LISTEN")
+
+    run = make_project().train(look)
     assert (run.attempts, run.steps, run.missing, run.doubled) == (1, 200, 0, 0)
-    return run
+    return run, addresses
+
+
+@pytest.fixture(scope="session")
+def undisturbed(watched: tuple[TrainedRun, set[str]]) -> TrainedRun:
+    """The run that the disturbed ones must equal."""
+    return watched[0]

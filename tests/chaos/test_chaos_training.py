@@ -74,6 +74,10 @@ def assert_same(run: TrainedRun, undisturbed: TrainedRun) -> None:
     assert run.eval_loss == undisturbed.eval_loss
 
 
+def test_nothing_of_a_run_listens_beyond_loopback(watched: tuple[TrainedRun, set[str]]) -> None:
+    assert {address.removeprefix("::ffff:") for address in watched[1]} == {"127.0.0.1"}
+
+
 def test_killed_workers_cost_neither_bits_nor_samples(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:

@@ -253,31 +253,37 @@ def test_a_deadline_is_answered_504(
     assert answer.json()["error"]["code"] == "deadline_exceeded"
 
 
-def replica_ports() -> set[int]:
-    """Ports of every interface that replicas on this machine listen on."""
-    listening = {}
+def listening(*, everywhere: bool) -> dict[str, int]:
+    """Port by socket of what listens on this machine: on every interface, or on loopback."""
+    found = {}
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
             fields = line.split()
             address, port = fields[1].split(":")
-            if fields[3] == "0A" and set(address) == {"0"}:
-                listening[f"socket:[{fields[9]}]"] = int(port, 16)
-    ports = set()
+            if fields[3] == "0A" and (set(address) == {"0"}) == everywhere:
+                found[f"socket:[{fields[9]}]"] = int(port, 16)
+    return found
+
+
+def replica_ports(*, everywhere: bool) -> set[int]:
+    """Ports of replicas on this machine."""
+    sockets, ports = listening(everywhere=everywhere), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (process / "cmdline").read_bytes().startswith(b"ray::ServeReplica:eagleray"):
                 links = [str(link.readlink()) for link in (process / "fd").iterdir()]
-                ports |= {listening[link] for link in links if link in listening}
+                ports |= {sockets[link] for link in links if link in sockets}
     return ports
 
 
 @pytest.mark.parametrize("place", ["ray"], indirect=True)
-def test_what_replicas_open_to_the_network_refuses_callers_without_the_clusters_token(
+def test_what_replicas_open_is_on_loopback_and_refuses_callers_without_the_clusters_token(
     place: Place,
 ) -> None:
+    assert replica_ports(everywhere=True) == set()
     # Ray Serve unpickles what it gets there: whoever may speak to it may run code.
     codes = set()
-    for port in replica_ports():
+    for port in replica_ports(everywhere=False):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = serve_pb2_grpc.ASGIServiceStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
