@@ -179,7 +179,9 @@ class _Supervisor:
                 # It never came up, or does not stay up: the same would happen again.
                 logger.warning("redis died code=%d deaths=%d: given up", code, len(deaths))
                 return
-            logger.warning("redis died code=%d deaths=%d: starting again", code, len(deaths))
+            # Whoever ends a whole process group asks it to end as well: that is no fault.
+            level = logging.WARNING if code else logging.INFO
+            logger.log(level, "redis ended code=%d deaths=%d: starting again", code, len(deaths))
             self._stopping.wait(0.1 * 2 ** len(deaths))
 
     def _spawn(self) -> subprocess.Popen[bytes]:

@@ -160,7 +160,8 @@ class Registry:
             if not verdict.passed:
                 raise GateRefusedError(
                     f"{version.spec} may not become {alias}: " + "; ".join(verdict.reasons),
-                    "train or choose a better one, or change eval.max_loss / eval.tolerance",
+                    "train or choose a better one, or change eval.max_loss or eval.tolerance in "
+                    "eagleray.yaml",
                 )
         if current == version.version:
             return

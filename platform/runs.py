@@ -103,11 +103,15 @@ class RunStore:
     def update(self, run_id: str, **changes: Any) -> RunState:
         """Replace fields of a run's state; the other fields stay what other processes made them.
 
+        A message belongs to the status that it came with: a new status without one clears it.
+
         Raises:
             NotFoundError: There is no such run.
             ConflictError: Others changed it all the time.
         """
         self.state(run_id)
+        if "status" in changes:
+            changes.setdefault("message", "")
         for _ in range(_UPDATE_TRIES):
             before = self._storage.read("runs", run_id, "state.json")
             state = replace(_parsed(before), **changes, updated_s=self._clock())

@@ -20,7 +20,8 @@ if [ ! -x "$venv/bin/python" ]; then
       exit 2
     fi
   fi
-  echo "setup: making $venv (a few minutes, once)"
+  trap 'echo "setup: interrupted; run it again" >&2; exit 130' INT
+  echo "setup: making $venv: some 2 GB are fetched and unpacked (a few minutes, once)"
   rm -rf "$venv"
   "$python" -m venv "$venv"
 fi

@@ -85,6 +85,10 @@ class SweepHistory:
         """Trials that a dead driver left behind."""
         return [trial for trial in self.trials if trial.status is TrialStatus.RUNNING]
 
+    def running(self) -> list[RunState]:
+        """The runs of the trials that are under way, as their workers told last."""
+        return [self._runs.state(trial.run_id) for trial in self.unfinished()]
+
     def best(self) -> Trial | None:
         """The lowest value among the trials that got furthest; earlier trials win ties.
 

@@ -54,6 +54,9 @@ class SweepResult:
     trials: tuple[Trial, ...]
 
 
+_TELL_S = 1.0
+
+
 class _Searcher(Searcher):
     """Hands Tune the next trial: a left-behind one first, then what the model suggests."""
 
@@ -144,14 +147,19 @@ class _Scheduler(FIFOScheduler):
 class _SafePlace(Callback):
     """Between two steps of Tune's loop, several times a second: there an interruption may raise.
 
-    Elsewhere it might hit a C function of the search, which drops it.
+    Elsewhere it might hit a C function of the search, which drops it. The observer is told here
+    too, as trials may train long between two reports.
     """
 
-    def __init__(self, raise_waiting: Callable[[], None]) -> None:
-        self._raise_waiting = raise_waiting
+    def __init__(self, raise_waiting: Callable[[], None], observe: Callable[[], None]) -> None:
+        self._raise_waiting, self._observe = raise_waiting, observe
+        self._told_s = time.monotonic()
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         self._raise_waiting()
+        if time.monotonic() - self._told_s > _TELL_S:
+            self._told_s = time.monotonic()
+            self._observe()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -195,7 +203,7 @@ def run_sweep(
         spec = TrialSpec(storage.root, config, dataset.digest)
         _fit(storage, config, sweep_id, searcher, remaining, spec,
              _Scheduler(history, searcher.numbers, asha, full, observe),
-             _SafePlace(raise_waiting))  # fmt: skip
+             _SafePlace(raise_waiting, lambda: observe(history)))  # fmt: skip
     ended = len(history.trials) - len(history.unfinished())
     if ended < config.tune.num_trials:
         raise RunFailedError(
@@ -297,7 +305,9 @@ def _trial_record(
     try:
         finished = finish_run(storage, project, trial.run_id, dataset, model, register_as=None)
     except (RunFailedError, NotFoundError, IntegrityError) as error:
-        logger.warning("trial has no record number=%d: %s", trial.number, error.what)
+        # One that was cut may have ended before its first checkpoint.
+        level = logging.WARNING if trial.status is TrialStatus.FINISHED else logging.INFO
+        logger.log(level, "trial has no record number=%d: %s", trial.number, error.what)
         return None
     runs.update(trial.run_id, results={"record": finished.record})
     return finished.record

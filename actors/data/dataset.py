@@ -168,6 +168,11 @@ class Dataset:
         self._split(split)
         return self._streams[split]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files but the manifest, as they lie there now."""
+        return sum(p.stat().st_size for p in self.folder.iterdir() if p.name != "manifest.json")
+
     def verify(self) -> list[Damage]:
         """Check every byte of every file; nothing found means that nothing is damaged."""
         found: list[Damage] = []

@@ -8,12 +8,14 @@ Everything it makes is under `.demo/` beside where it is started; an earlier run
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +61,8 @@ class Summary:
         started, self.figure = time.monotonic(), ""
         yield
         self.rows.append((name, time.monotonic() - started, self.figure))
+        if self.figure:
+            console.print(self.figure, markup=False, soft_wrap=True)
 
     def table(self) -> Table:
         """What the user came for."""
@@ -190,6 +194,7 @@ def _loss_before(project: Project, dataset: Dataset) -> float:
 
 def _ask(project: Project, endpoint: Endpoint, key: str) -> str:
     client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=key, timeout=120)
+    console.print("1 M parameters and a minute of text: expect its words and cadence, not sense.")
     console.print(f"> {PROMPTS[0]}", style="bold", markup=False)
     stream = client.completions.create(
         model=endpoint.model, prompt=PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0.7,
@@ -219,7 +224,7 @@ def _ask(project: Project, endpoint: Endpoint, key: str) -> str:
     seconds = time.monotonic() - started
     for index in (1, 2):
         console.print(f"> {PROMPTS[index]}", style="bold", markup=False)
-        console.print(answers[index][2], markup=False)
+        console.print(answers[index][2].rstrip(), markup=False)
     version = project.registry.resolve(endpoint.model)
     lineage = project.ledger.lineage(version.record)
     digests = {*(answer[1] for answer in answers), version.record, lineage.record.digest}
@@ -238,13 +243,23 @@ def _say_how_to_ask(endpoint: Endpoint, key: str) -> None:
         f"-d '{{\"model\": \"{endpoint.model}\", \"prompt\": \"{PROMPTS[0]}\"}}'",
         markup=False, soft_wrap=True,
     )  # fmt: skip
-    console.print(f"Stop it: eagleray down --config {FOLDER}", markup=False)
+    stop = shlex.join([_eagleray(), "down", "--config", str(FOLDER)])
+    console.print(f"Stop it: {stop}", markup=False, soft_wrap=True)
+
+
+def _eagleray() -> str:
+    """The command as it can be typed from here."""
+    command = Path(sys.executable).with_name("eagleray")
+    with suppress(ValueError):
+        command = command.relative_to(Path.cwd())
+    return str(command)
 
 
 def _fresh_folder() -> None:
     config = FOLDER / "eagleray.yaml"
     if config.exists():
-        down(Project.load(FOLDER).loaded)
+        if down(Project.load(FOLDER).loaded) is not None:
+            console.print("stopped the endpoint that the demo before this one had left up")
         # Away at once, so that an interrupted removal leaves no half of a project behind.
         old = FOLDER.with_name(f"{FOLDER.name}.old")
         shutil.rmtree(old, ignore_errors=True)

@@ -205,10 +205,20 @@ def _assign(node: Any, path: str, keys: list[str], value: Any) -> None:
             f"override {path}: {'.'.join(keys[:-1])} is a value, it has no {last!r}",
             "see `eagleray schema`",
         )
-    elif last == "kind" and node.get("kind", _default_kind(keys[:-1])) != value:
+    elif last == "kind" and _is_other_variant(keys[:-1], node, value):
         # Another variant has other keys; the old variant's would leak into it.
         node.clear()
     node[last] = value
+
+
+def _is_other_variant(keys: list[str], node: dict[str, Any], kind: Any) -> bool:
+    """Whether `kind` chooses between sections there, and chooses another one than now."""
+    models: list[type[BaseModel]] = [ProjectConfig]
+    for key in keys:
+        fields = [model.model_fields[key] for model in models if key in model.model_fields]
+        if fields:  # else an index, or a key of a mapping
+            models = [nested for field in fields for nested in _models_in(field.annotation)]
+    return len(models) > 1 and node.get("kind", _default_kind(keys)) != kind
 
 
 def _default_kind(keys: list[str]) -> Any:

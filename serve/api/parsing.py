@@ -247,4 +247,5 @@ def _kind(value: Any) -> str:
 
 
 def _wrong(name: str, what: str, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {what}; it must be {rule}", f"change {name}", name)
+    fix = f"give {name}" if what == "missing" else f"correct {name}"
+    return InvalidRequestError(f"{name} is {what}; it must be {rule}", fix, name)

@@ -153,6 +153,10 @@ class Project:
         resumed = self._resumable(run_id, "train")
         return resumed._run(run_id, resumed._dataset_of(run_id), on_progress)
 
+    def check_resumable(self, run_id: str) -> None:
+        """Refuse what `resume` would refuse at once; raises as it does."""
+        self._resumable(run_id, "train")
+
     def tune(
         self,
         on_progress: Callable[[SweepHistory], None] | None = None,
@@ -180,7 +184,11 @@ class Project:
         train = project.config.train
         need = Demand(1, train.cpus_per_worker, train.gpus_per_worker, "trial")
         observe = on_progress or (lambda _: None)
-        with self.runs.claim(sweep_id), _recorded(self.runs, sweep_id):
+        with (
+            self.runs.claim(sweep_id),
+            _recorded(self.runs, sweep_id),
+            _trials_ended(self.runs, sweep_id),
+        ):
             observe(SweepHistory(self.runs, sweep_id))  # So that it is known which sweep starts.
             with session(self.loaded, need, meanwhile=_import_sweep) as cluster:
                 from eagleray.tune.sweep import run_sweep
@@ -348,6 +356,21 @@ def _recorded(runs: RunStore, run_id: str) -> Iterator[None]:
     except BaseException as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         runs.update(run_id, status=RunStatus.FAILED, message=reason[:500])
+        raise
+
+
+@contextmanager
+def _trials_ended(runs: RunStore, sweep_id: str) -> Iterator[None]:
+    """Let no trial's state say that it runs once the cluster that it ran on is gone."""
+    from eagleray.tune.history import SweepHistory
+
+    try:
+        yield
+    except BaseException:
+        for trial in SweepHistory(runs, sweep_id).unfinished():
+            if runs.state(trial.run_id).status is RunStatus.RUNNING:
+                message = f"go on with: eagleray tune --resume {sweep_id}"
+                runs.update(trial.run_id, status=RunStatus.STOPPED, message=message)
         raise
 
 

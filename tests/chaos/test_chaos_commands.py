@@ -19,6 +19,7 @@ from eagleray.project import Project, TrainedRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 EAGLERAY = str(Path(sys.executable).with_name("eagleray"))
+HEARD = "stopping, and saving the last step; once more ends it at once\n"
 
 
 @contextlib.contextmanager
@@ -99,7 +100,7 @@ def test_a_terminated_run_leaves_nothing_and_is_resumed(
         read_until(process, r"step [1-9]\d\b")
         # As a supervisor does, and `eagleray stop`; it must be no worse than Ctrl-C.
         ended = end_by(process, signal.SIGTERM, until)
-    assert ended == (143, f"stopped; go on with: eagleray resume {run_id}\n")
+    assert ended == (143, f"{HEARD}stopped; go on with: eagleray resume {run_id}\n")
     assert project.runs.state(run_id).status is RunStatus.STOPPED
     # The workers were given the time to keep their last step.
     reported = project.runs.metrics(run_id)[-1]["step"]
@@ -122,7 +123,7 @@ def test_a_run_may_be_ended_while_its_workers_start(
         run_id = read_until(process, r"run (\S+)")[1]
         until(has(process.pid, "ray::TrainController"), "Ray Train's controller", 120)
         ended = end_by(process, signal.SIGINT, until)
-    assert ended == (130, f"stopped; go on with: eagleray resume {run_id}\n")
+    assert ended == (130, f"{HEARD}stopped; go on with: eagleray resume {run_id}\n")
     assert project.runs.state(run_id).status is RunStatus.STOPPED
 
 
@@ -134,8 +135,11 @@ def test_a_sweep_goes_on_after_its_driver_was_stopped_and_killed(
         sweep_id = read_until(process, r"sweep (\S+)")[1]
         read_until(process, r"^1 trials")
         ended = end_by(process, signal.SIGINT, until)
-    assert ended == (130, f"stopped; go on with: eagleray tune --resume {sweep_id}\n")
+    told = f"stopped; go on with: eagleray tune --resume {sweep_id}\n"
+    assert ended == (130, f"stopping; once more ends it at once\n{told}")
     assert project.runs.state(sweep_id).status is RunStatus.STOPPED
+    trials = [state for state in project.runs.all() if state.kind == "trial"]
+    assert RunStatus.RUNNING not in {trial.status for trial in trials}
 
     with started(project.loaded.root, "tune", "--resume", sweep_id) as process:
         read_until(process, r"^[2-3] trials")

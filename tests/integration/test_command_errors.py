@@ -80,6 +80,12 @@ def test_storage_that_cannot_be_written_is_named(project: Path) -> None:
     assert_refused(run(project, "train"), 1, str(project / "store"), "storage.uri", folder=project)
 
 
+def test_check_tells_every_path_that_is_not_there(project: Path) -> None:
+    overrides = ("data.sources=[{path: nowhere}]", "storage.uri=/proc/store")
+    result = run(project, "check", *overrides)
+    assert_refused(result, 2, "nowhere", "/proc cannot be written", folder=project)
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [

@@ -1,13 +1,15 @@
 """What every verb shares: options, output for people and scripts, how errors end a process."""
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -39,11 +41,41 @@ TERMINATED = 143  # 128 + SIGTERM
 # Ctrl-C, and the SystemExit that SIGTERM becomes.
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
 _is_terminated = threading.Event()
+_has_told = threading.Event()
+_SHORTEST = 12  # characters of a last column that is cut
 
 
 def exit_code(interruption: BaseException) -> int:
     """The exit code that tells which of INTERRUPTIONS it was."""
     return INTERRUPTED if isinstance(interruption, KeyboardInterrupt) else TERMINATED
+
+
+def tell_stopped(text: str) -> None:
+    """Say how to go on after an interruption; `run_app` then adds nothing."""
+    _has_told.set()
+    errors.print(text, markup=False)
+
+
+@contextlib.contextmanager
+def told_stopping(text: str) -> Iterator[None]:
+    """Say at once that an interruption was heard, as what follows it may take seconds."""
+    before: dict[int, Any] = {}
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        if not _has_told.is_set():
+            tell_stopped(f"{text}; once more ends it at once")
+        before[number](number, frame)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(each)
+        if callable(handler):
+            before[each] = handler
+            signal.signal(each, tell)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminate(*_: object) -> None:
@@ -76,6 +108,26 @@ def table(title: str, columns: list[str], rows: list[list[Any]]) -> Table:
     return made
 
 
+def print_lines(columns: list[str], rows: list[list[str]], *, is_cut: bool = False) -> None:
+    """A table of one line for each row, whatever its length: to be copied, or read by grep and awk.
+
+    With `is_cut` the last column is cut on a terminal to what fits.
+    """
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    room = max(widths[-1], len(columns[-1]))
+    if is_cut and console.is_terminal:
+        room = max(_SHORTEST, console.width - sum(width + 2 for width in widths[:-1]))
+    for row, style in [(columns, "bold"), *((row, "") for row in rows)]:
+        if any(row):
+            cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+            line = "  ".join([*cells, _cut(row[-1], room)]).rstrip()
+            console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def run_app(app: Callable[[], None]) -> None:
     """Run the command line; a user's mistake ends in one message and its exit code.
 
@@ -85,11 +137,14 @@ def run_app(app: Callable[[], None]) -> None:
     try:
         app()
     except SystemExit as end:
+        if end.code == INTERRUPTED and not _has_told.is_set():
+            errors.print("interrupted")
         raise SystemExit(TERMINATED if _is_termination(end) else end.code) from None
     except EagleRayError as error:
         _fail(error)
     except KeyboardInterrupt:
-        errors.print("interrupted")
+        if not _has_told.is_set():
+            errors.print("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away, as `| head` does.

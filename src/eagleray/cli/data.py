@@ -30,7 +30,7 @@ _MIN_PREFIX = 6
 
 DigestArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[DIGEST]", help="A dataset's digest or its start; default: the last."),
+    typer.Argument(metavar="DIGEST", help="A dataset's digest or its start; default: the last."),
 ]
 
 
@@ -122,12 +122,16 @@ def verify(
     document = {
         "digest": dataset.digest,
         "ok": not found,
+        "bytes": dataset.num_bytes,
         "damage": [{"file": d.file, "block": d.block, "reason": d.reason} for d in found],
     }
     emit(
         document,
         as_json,
-        lambda: console.print(f"dataset {dataset.digest}: {len(found)} damaged", soft_wrap=True),
+        lambda: console.print(
+            f"dataset {dataset.digest}: {document['bytes']:,} bytes read, {len(found)} damaged",
+            soft_wrap=True,
+        ),
     )
     if found:
         listed = "".join(

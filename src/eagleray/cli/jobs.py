@@ -17,7 +17,9 @@ from eagleray.cli.console import (
     JsonOption,
     console,
     emit,
+    print_lines,
     table,
+    tell_stopped,
 )
 from eagleray.platform.config import CONFIG_NAME, LoadedConfig, load_config
 from eagleray.platform.errors import NotFoundError, RunFailedError, UsageError
@@ -115,13 +117,7 @@ def ps(
         if not rows:
             console.print("no jobs and no runs yet")
             return
-        made = table("", columns, shown)
-        # One line for each; --json has the whole message.
-        for index, column in enumerate(made.columns):
-            column.no_wrap, column.overflow = True, "ellipsis"
-            if index < len(columns) - 1:
-                column.min_width = max(len(str(cells[index])) for cells in shown)
-        console.print(made)
+        print_lines(columns, shown, is_cut=True)
 
     emit(rows, as_json, show)
 
@@ -256,8 +252,8 @@ def _follow(jobs: "Jobs", job_id: str) -> None:
     try:
         job = jobs.follow(job_id, write)
     except KeyboardInterrupt:
-        console.print(f"\ndetached; the job goes on. Come back with: eagleray logs -f {job_id}")
-        console.print(f"stop it with: eagleray stop {job_id}")
+        tell_stopped(f"\ndetached; the job goes on. Come back with: eagleray logs -f {job_id}")
+        tell_stopped(f"stop it with: eagleray stop {job_id}")
         raise typer.Exit(INTERRUPTED) from None
     console.print(f"job {job_id}: {job.status}", markup=False)
     if job.status != "finished":

@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray.cli.console import ConfigOption, JsonOption, console, emit, table
+from eagleray.cli.console import (
+    ConfigOption,
+    JsonOption,
+    console,
+    emit,
+    print_lines,
+    table,
+)
 from eagleray.platform.artifact import publish_artifact, verify_artifact
 from eagleray.platform.config import CONFIG_NAME
 from eagleray.platform.errors import NotFoundError, UsageError
@@ -44,6 +51,9 @@ def list_models(config: ConfigOption = Path(CONFIG_NAME), as_json: JsonOption = 
     ]
 
     def rows() -> None:
+        if not found:
+            console.print("no models yet; `eagleray train` makes one", markup=False)
+            return
         lines = [
             [
                 f"{m['name']}@{m['version']}", " ".join(m["aliases"]), _loss(m["metrics"]),
@@ -78,7 +88,12 @@ def show(
         ["artifact", version.artifact],
         ["folder", document["folder"]],
     ]
-    emit(document, as_json, lambda: console.print(table(version.spec, ["", ""], lines)))
+
+    def told() -> None:
+        console.print(version.spec, style="bold", markup=False)
+        print_lines(["", ""], lines)
+
+    emit(document, as_json, told)
 
 
 def lineage(
@@ -119,9 +134,11 @@ def promote(
     """
     project = Project.load(config)
     version = project.registry.resolve(spec)
+    is_new = alias not in _aliases_of(project.registry.aliases(version.name), version)
     project.promote(version, alias)
     document = {"model": version.spec, "alias": alias, "record": version.record}
-    emit(document, as_json, lambda: console.print(f"{alias} is now {version.spec}", markup=False))
+    told = f"{alias} {'is now' if is_new else 'was already'} {version.spec}"
+    emit(document, as_json, lambda: console.print(told, markup=False))
 
 
 def rollback(

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -77,15 +78,17 @@ def check(
     Example: eagleray check train.steps=500
     """
     loaded = load_config(config, overrides or [])
-    missing = [
-        source.path
+    problems = [
+        f"data.sources: nothing found at {source.path} (paths start from {loaded.root})"
         for source in loaded.config.data.sources
         if not _matches(loaded.root, source.path)
     ]
-    if missing:
-        listed = ", ".join(missing)
+    if reason := _unwritable(loaded.storage_path):
+        problems.append(f"storage.uri: {reason}")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
         raise UsageError(
-            f"data.sources: nothing found at {listed}", f"paths start from {loaded.root}"
+            f"{config} names what is not there:{listed}", "correct these paths, or make them"
         )
     emit(
         resolved_json(loaded.config),
@@ -100,6 +103,16 @@ def schema() -> None:
     Example: eagleray schema > eagleray.schema.json
     """
     sys.stdout.write(json.dumps(ProjectConfig.model_json_schema(), indent=2) + "\n")
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be written there; empty if it can, or can be made."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there} cannot be written: {error.strerror or error}"
 
 
 def _matches(root: Path, pattern: str) -> bool:

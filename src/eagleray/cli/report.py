@@ -63,7 +63,7 @@ def show(
     document = {"state": dataclasses.asdict(facts.state), "figures": figures, "events": events}
 
     def tables() -> None:
-        rows = [[name.replace("_", " "), _short(value)] for name, value in figures.items()]
+        rows = [[name.replace("_", " "), _figure(name, value)] for name, value in figures.items()]
         shown = [row for row in rows if row[1] != ""]
         console.print(table(run_id, ["", ""], shown))
         if events:
@@ -102,6 +102,16 @@ def _details(event: dict[str, Any]) -> str:
     if "digest" in parts:
         parts["digest"] = str(parts["digest"])[:_DIGEST]
     return ", ".join(f"{key} {_short(value)}" for key, value in sorted(parts.items()))
+
+
+def _figure(name: str, value: Any) -> str:
+    if name == "time_shares" and value:
+        return ", ".join(f"{part} {share:.1%}" for part, share in value.items())
+    if name == "mfu" and value is not None:
+        return f"{value:.1%}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return _short(value)
 
 
 def _short(value: Any) -> str:

@@ -39,6 +39,7 @@ NameArgument = Annotated[str, typer.Argument(help="What the key is for: laptop, 
 # Longest silence of an endpoint whose configuration is not at hand.
 _CHAT_TIMEOUT_S = 120.0
 _KEY_VARIABLE = "$EAGLERAY_API_KEY"
+_SHOWN_TOKENS = 40
 
 
 def register(app: typer.Typer) -> None:
@@ -144,11 +145,11 @@ def undeploy(config: ConfigOption = Path(CONFIG_NAME), as_json: JsonOption = Fal
 
 
 def chat(
-    model: Annotated[str | None, typer.Argument(help="Null: the one that is served.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Without one: what is served.")] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Ask this once and end.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Null: serve.host and serve.port.")] = None,
+    url: Annotated[str | None, typer.Option(help="Without one: serve.host, serve.port.")] = None,
     key: KeyOption = None,
     system: Annotated[str | None, typer.Option(help="How the assistant should be.")] = None,
     temperature: Annotated[float, typer.Option(help="0: always the same answer.")] = 0.7,
@@ -281,12 +282,16 @@ def _announce(project: Project, endpoint: "Endpoint", key: str | None) -> None:
     if project.config.serve.require_key:
         header = f' -H "Authorization: Bearer {key or _KEY_VARIABLE}"'
     name = endpoint.model.partition("@")[0]
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": name, "messages": messages, "max_tokens": _SHOWN_TOKENS})
     line = (
         f"curl {endpoint.url}/v1/chat/completions{header} "
         f"-H 'Content-Type: application/json' -d '{body}'"
     )
     console.print(f"  {line}", markup=False, soft_wrap=True)
+    if project.config.serve.require_key and not key:
+        told = f"{_KEY_VARIABLE} stands for a key; make one with `eagleray keys create NAME`"
+        console.print(f"  {told}", markup=False)
 
 
 def _show_key(key: str) -> None:

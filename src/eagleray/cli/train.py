@@ -1,6 +1,7 @@
 """Verbs of training: train, resume."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,10 @@ from eagleray.cli.console import (
     OverridesArgument,
     console,
     emit,
-    errors,
     exit_code,
     table,
+    tell_stopped,
+    told_stopping,
 )
 from eagleray.platform.config import CONFIG_NAME
 from eagleray.project import Project, TrainedRun
@@ -61,6 +63,7 @@ def resume(
     Example: eagleray resume my-project-7f3k
     """
     project = Project.load(config)
+    project.check_resumable(run_id)
     with RunFollower(project.runs.state(run_id).steps, quiet=as_json) as follower:
         run = follower.guard(lambda: project.resume(run_id, follower.show))
     _summary(run, as_json)
@@ -93,14 +96,16 @@ class RunFollower:
             console=console,
             disable=quiet or not console.is_terminal,
         )
+        self._open = ExitStack()
         self._task = self._bar.add_task("train", total=steps, figures="starting")
 
     def __enter__(self) -> "RunFollower":
-        self._bar.start()
+        self._open.enter_context(told_stopping("stopping, and saving the last step"))
+        self._open.enter_context(self._bar)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._open.close()
 
     def guard(self, work: Any) -> TrainedRun:
         """Run the work; Ctrl-C ends it with the line that says how to go on."""
@@ -109,7 +114,7 @@ class RunFollower:
         except INTERRUPTIONS as interruption:
             self._bar.stop()
             if self._run_id:
-                errors.print(f"stopped; go on with: eagleray resume {self._run_id}", markup=False)
+                tell_stopped(f"stopped; go on with: eagleray resume {self._run_id}")
             raise typer.Exit(exit_code(interruption)) from None
         return run
 

@@ -1,5 +1,6 @@
 """The verb of sweeps: tune."""
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +15,10 @@ from eagleray.cli.console import (
     OverridesArgument,
     console,
     emit,
-    errors,
     exit_code,
     table,
+    tell_stopped,
+    told_stopping,
 )
 from eagleray.platform.config import CONFIG_NAME
 from eagleray.project import Project
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from eagleray.actors.data.build import BuildProgress
     from eagleray.tune.history import SweepHistory
     from eagleray.tune.sweep import SweepResult
+
+
+_SHOWN = 4  # trials at once whose steps are shown
 
 
 def register(app: typer.Typer) -> None:
@@ -52,9 +57,7 @@ def tune(
             result = project.tune(follower.show, follower.show_data, resume=resume)
         except INTERRUPTIONS as interruption:
             if sweep_id := resume or follower.sweep_id:
-                errors.print(
-                    f"stopped; go on with: eagleray tune --resume {sweep_id}", markup=False
-                )
+                tell_stopped(f"stopped; go on with: eagleray tune --resume {sweep_id}")
             raise typer.Exit(exit_code(interruption)) from None
     emit(_document(result), as_json, lambda: _show(result))
 
@@ -78,14 +81,16 @@ class SweepFollower:
             console=console,
             disable=quiet or not console.is_terminal,
         )
+        self._open = ExitStack()
         self._task = self._bar.add_task("tune", total=num_trials, figures="")
 
     def __enter__(self) -> "SweepFollower":
-        self._bar.start()
+        self._open.enter_context(told_stopping("stopping"))
+        self._open.enter_context(self._bar)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._open.close()
 
     def show(self, history: "SweepHistory") -> None:
         """Take what the sweep reports."""
@@ -96,7 +101,8 @@ class SweepFollower:
         ended = [trial for trial in history.trials if trial.status != "running"]
         best = history.best()
         text = f"  best {best.value:.3f}" if best else ""
-        self._bar.update(self._task, completed=len(ended), figures=text)
+        steps = "".join(f"  step {run.step}/{run.steps}" for run in history.running()[:_SHOWN])
+        self._bar.update(self._task, completed=len(ended), figures=text + steps)
         if not self._quiet and not console.is_terminal and len(ended) > self._shown:
             self._shown = len(ended)
             console.print(f"{len(ended)} trials{text}", markup=False)

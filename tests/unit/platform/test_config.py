@@ -134,6 +134,12 @@ def test_changing_a_kind_drops_the_keys_of_the_old_one() -> None:
     assert same.data.tokenizer == config.data.tokenizer
 
 
+def test_a_kind_that_chooses_no_variant_leaves_its_neighbours(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\ndata: {sources: [{path: raw}]}\n")
+    (source,) = load_config(path, ["data.sources.0.kind=text"]).config.data.sources
+    assert (source.kind, source.path) == ("text", "raw")
+
+
 def test_keys_of_the_search_space_are_dotted_paths_themselves() -> None:
     space = {"kind": "float", "low": 0.1, "high": 1.0}
     config = with_overrides(

@@ -1,15 +1,18 @@
 """The verbs submit, ps, logs and stop where no cluster runs."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from eagleray.cli import console as cli_console
 from eagleray.cli.app import app
 from eagleray.platform.errors import EagleRayError, NotFoundError, UsageError
 from eagleray.platform.jobs import Job, JobRecords, JobStatus
-from eagleray.platform.runs import RunStore
+from eagleray.platform.runs import RunStatus, RunStore
 from eagleray.platform.storage import Storage
 
 
@@ -97,6 +100,24 @@ def test_jobs_and_runs_are_listed_together_newest_first(
         ("train-abc", "job"),
     ]
     assert "train-abc" in run(project, "ps").stdout
+
+
+def test_a_long_message_takes_no_room_from_the_status(
+    project: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, message = RunStore(storage), "8 training workers can never be placed, " * 9
+    run_id = runs.create("test", "train", {})
+    runs.update(run_id, status=RunStatus.FAILED, message=message)
+    (line,) = [line for line in run(project, "ps").stdout.splitlines() if run_id in line]
+    assert line.rstrip().endswith(message.rstrip())
+    shown = io.StringIO()
+    screen = Console(file=shown, force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(cli_console, "console", screen)
+    run(project, "ps")
+    (line,) = [line for line in shown.getvalue().splitlines() if run_id in line]
+    assert len(line) <= 80
+    assert line.split()[:3] == [run_id, "train", "failed"]
+    assert line.endswith("...")
 
 
 def test_a_job_whose_cluster_is_gone_is_listed_as_lost_and_another_clusters_is_not(

@@ -230,6 +230,14 @@ def test_a_run_keeps_state_rows_and_events(store: Storage) -> None:
     assert runs.events(run_id) == [{"event": "fault", "rank": 1, "time_s": 5.0}]
 
 
+def test_a_message_goes_with_the_status_that_it_came_with(store: Storage) -> None:
+    runs = RunStore(store)
+    run_id = runs.create("tiny", "train", {})
+    runs.update(run_id, status=RunStatus.STOPPED, message="interrupted")
+    assert runs.update(run_id, step=3).message == "interrupted"
+    assert runs.update(run_id, status=RunStatus.RUNNING).message == ""
+
+
 def test_a_torn_last_row_is_ignored(store: Storage) -> None:
     runs = RunStore(store)
     run_id = runs.create("demo", "train", {})
