@@ -261,13 +261,14 @@ def test_an_interrupted_follower_leaves_the_job_running(
     follower = subprocess.Popen(
         [sys.executable, "-m", "eagleray", "logs", "-f", job_id, "-c", str(loaded.root)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert follower.stdout is not None
     try:
         assert any("awake" in line for line in follower.stdout)
         follower.send_signal(2)
-        said, _ = follower.communicate(timeout=30)
+        _, said = follower.communicate(timeout=30)
     finally:
         follower.kill()
     assert follower.returncode == 130

@@ -1,5 +1,6 @@
 """The command line and environment of a head: loopback, token, nothing inherited by mistake."""
 
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -37,25 +38,35 @@ def environment(base: dict[str, str]) -> dict[str, str]:
     return start_environment(base, OPTIONS, "mark", FOLDER, TOKEN)
 
 
-def test_everything_binds_to_loopback() -> None:
-    command = start_command(OPTIONS, FOLDER)
+def test_everything_binds_to_loopback(tmp_path: Path) -> None:
+    command = start_command(OPTIONS, tmp_path)
     assert "--node-ip-address=127.0.0.1" in command
     assert "--dashboard-host=127.0.0.1" in command
     assert environment({})["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
 
-def test_what_was_configured_is_passed_and_what_was_not_is_left_to_ray() -> None:
-    command = start_command(OPTIONS, FOLDER)
+def test_what_was_configured_is_passed_and_what_was_not_is_left_to_ray(tmp_path: Path) -> None:
+    folders = (tmp_path / str(number) for number in itertools.count())
+
+    def start(options: HeadOptions) -> list[str]:
+        folder = next(folders)
+        folder.mkdir()
+        return start_command(options, folder)
+
+    command = start(OPTIONS)
     assert "--num-cpus=3" in command
     assert "--object-store-memory=100000000" in command
     assert not [word for word in command if word.startswith("--num-gpus")]
-    assert "--num-gpus=2" in start_command(replace(OPTIONS, num_gpus=2), FOLDER)
+    assert "--num-gpus=2" in start(replace(OPTIONS, num_gpus=2))
 
 
-def test_a_cluster_for_one_command_does_without_monitor_and_log_monitor() -> None:
-    brief = replace(OPTIONS, is_lasting=False, shows_logs=False)
-    assert {"--no-monitor", "--include-log-monitor=false"} <= set(start_command(brief, FOLDER))
-    assert "--no-monitor" not in start_command(OPTIONS, FOLDER)
+@pytest.mark.parametrize("is_brief", [True, False])
+def test_only_a_cluster_for_one_command_does_without_monitor_and_log_monitor(
+    tmp_path: Path, is_brief: bool
+) -> None:
+    options = replace(OPTIONS, is_lasting=not is_brief, shows_logs=not is_brief)
+    without = {"--no-monitor", "--include-log-monitor=false"}
+    assert (without & set(start_command(options, tmp_path))) == (without if is_brief else set())
 
 
 def test_the_token_is_required_and_read_from_our_file() -> None:
