@@ -15,6 +15,7 @@ from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader import Loader
+from eagleray.actors.data.mixing import mixture_for
 from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.finish import finish_run
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
@@ -49,6 +50,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
     loader = Loader(
         dataset, "train", project.data.order_seed, project.train.batch_size, None,
         project.data.prefetch_batches,
+        mixture_for(project.data, dataset, project.train.batch_size, project.train.steps),
     )  # fmt: skip
     recorder = RunRecorder(runs, run_id, sink=RaySink())
     reporter = _Reporter(recorder)

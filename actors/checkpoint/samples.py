@@ -5,10 +5,11 @@ before; a segment names its predecessor by content, so the chain that ends at th
 exactly what trained them, whatever was redone after a fault. Segments outlive pruned checkpoints.
 
     runs/<run>/samples/<last step>-<digest>.npz    first_step, ids int64 [S, G], previous
-    S = steps in the segment, G = global batch in sequences, n = samples of the data set.
+    S = steps in the segment, G = global batch in sequences, n = samples of a domain.
 """
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,11 +96,16 @@ class SampleLog:
         return segments[::-1]
 
 
-def audit(segments: list[Segment], num_samples: int) -> Audit:
+def audit(segments: list[Segment], sizes: Sequence[int]) -> Audit:
     """Count what a chain of segments misses or doubles.
 
-    In a complete epoch each of the n ids must occur exactly once; in the last, partial one at
-    most once. A gap between segments counts all of its samples as missing, an overlap as doubled.
+    In a complete epoch of a domain each of its n ids must occur exactly once; in the last, partial
+    one at most once. A gap between segments counts all of its samples as missing, an overlap as
+    doubled.
+
+    Args:
+        segments: From the first step on.
+        sizes: Samples of each domain; ids count through them in this order.
     """
     missing = doubled = 0
     next_step = 0
@@ -110,10 +116,14 @@ def audit(segments: list[Segment], num_samples: int) -> Audit:
         doubled += max(-gap, 0) * batch
         next_step = segment.first_step + len(segment.ids_SG)
     ids = np.concatenate([s.ids_SG.reshape(-1) for s in segments]) if segments else np.empty(0)
-    for start in range(0, len(ids), num_samples):
-        epoch = ids[start : start + num_samples]
-        distinct = len(np.unique(epoch))
-        doubled += len(epoch) - distinct
-        if len(epoch) == num_samples:
-            missing += num_samples - distinct
+    base = 0
+    for size in sizes:
+        of_domain = ids[(ids >= base) & (ids < base + size)]
+        base += size
+        for start in range(0, len(of_domain), size):
+            epoch = of_domain[start : start + size]
+            distinct = len(np.unique(epoch))
+            doubled += len(epoch) - distinct
+            if len(epoch) == size:
+                missing += size - distinct
     return Audit(next_step, len(ids), missing, doubled)

@@ -15,23 +15,18 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
 
-from eagleray.actors.data.dataset import FORMAT, Dataset
+from eagleray.actors.data.dataset import FORMAT, SPLITS, Dataset, Split
+from eagleray.actors.data.records import MAX_RECORD_BYTES, SourceFile
 from eagleray.actors.data.shards import BLOCK_TOKENS
-from eagleray.actors.data.sources import (
-    MAX_RECORD_BYTES,
-    DocumentReader,
-    SourceFile,
-    Tally,
-    find_files,
-)
-from eagleray.actors.data.split_writer import SplitWriter
+from eagleray.actors.data.sources import DocumentReader, Tally, described, find_files
+from eagleray.actors.data.split_writer import SplitWriter, joined
 from eagleray.actors.data.tokenizer import TextTokenizer, load_tokenizer, paragraphs, train_bpe
 from eagleray.platform.config import BpeConfig, DataConfig
 from eagleray.platform.errors import DataError, NotFoundError, StorageError
@@ -125,18 +120,21 @@ class _Build:
         return dataset
 
     def _hash(self) -> list[str]:
-        digests, done = [], 0
+        digests: dict[Path, str] = {}
+        done = 0
         for file in self._files:
             self._report(BuildProgress("hash", done / max(1, self._total_bytes), bytes=done))
             try:
-                digests.append(digest_file(file.path))
+                # Several domains may read one file.
+                if file.path not in digests:
+                    digests[file.path] = digest_file(file.path)
                 done += file.path.stat().st_size
             except OSError as error:
                 raise DataError(
                     f"{file.path} cannot be read: {error.strerror or error}",
                     "check the file and its permissions",
                 ) from error
-        return digests
+        return [digests[file.path] for file in self._files]
 
     def _key(self, digests: Sequence[str]) -> str:
         """Names everything that the bytes of the dataset follow from."""
@@ -151,7 +149,14 @@ class _Build:
                     "tokenizers": tokenizers.__version__,
                     "limits": [BLOCK_TOKENS, MAX_RECORD_BYTES],
                     "sources": [
-                        [file.name, digest, file.kind, file.text_field, dict(file.where)]
+                        [
+                            file.name,
+                            digest,
+                            file.kind,
+                            file.text_field,
+                            described(file.where),
+                            file.domain,
+                        ]
                         for file, digest in zip(self._files, digests, strict=True)
                     ],
                     "tokenizer": tokenizer,
@@ -194,41 +199,49 @@ class _Build:
         return train_bpe(_sampled(texts, share), config.vocab_size)
 
     def _training_texts(self, phase: Phase) -> Iterator[str]:
-        for text, is_held_out in self._documents(phase):
-            if not is_held_out:
-                yield text
+        for document in self._documents(phase):
+            if document.split == "train":
+                yield document.text
 
-    def _documents(self, phase: Phase) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is held out) of each document; reports reading as progress."""
+    def _documents(self, phase: Phase) -> Iterator["_Placed"]:
+        """Each document with its place; reports reading as progress."""
         threshold = int(self._data.eval_fraction * 2**64)
         reported = -_BATCH_CHARS
         for count, document in enumerate(self._reader.documents(), start=1):
             digest = hashlib.sha256(document.text.encode()).digest()
-            yield document.text, int.from_bytes(digest[:8]) < threshold
+            is_held_out = int.from_bytes(digest[:8]) < threshold
+            domain = self._files[document.file].domain
+            yield _Placed(document.text, domain, "eval" if is_held_out else "train")
             if phase != "encode" and self._reader.bytes_read - reported >= _BATCH_CHARS:
                 reported = self._reader.bytes_read
                 self._report(BuildProgress(phase, self._fraction(), count, reported))
 
     def _encode(self, folder: Path, tokenizer: TextTokenizer) -> dict[str, Any]:
         shape = (tokenizer, self._data.shard_bytes, self._data.seq_len)
-        with (
-            SplitWriter(folder, "train", *shape) as train,
-            SplitWriter(folder, "eval", *shape) as held,
-        ):
+        domains = self._data.domains
+        with ExitStack() as stack:
+            writers = {
+                (domain, split): stack.enter_context(SplitWriter(folder, domain, split, *shape))
+                for domain in domains
+                for split in SPLITS
+            }
             for batch in _batches(self._documents("encode")):
-                encoded = tokenizer.encode_batch([text for text, _ in batch])
-                for ids, (_, is_held_out) in zip(encoded, batch, strict=True):
-                    (held if is_held_out else train).append(ids)
+                encoded = tokenizer.encode_batch([document.text for document in batch])
+                for ids, document in zip(encoded, batch, strict=True):
+                    writers[document.domain, document.split].append(ids)
                 self._report(
                     BuildProgress(
                         "encode",
                         self._fraction(),
-                        train.num_documents + held.num_documents,
+                        sum(writer.num_documents for writer in writers.values()),
                         self._reader.bytes_read,
-                        train.num_tokens + held.num_tokens,
+                        sum(writer.num_tokens for writer in writers.values()),
                     )
                 )
-        return {"train": train.describe(), "eval": held.describe()}
+        return {
+            split: joined({domain: writers[domain, split].describe() for domain in domains})
+            for split in SPLITS
+        }
 
     def _fraction(self) -> float:
         return min(1.0, self._reader.bytes_read / max(1, self._total_bytes))
@@ -241,17 +254,23 @@ class _Build:
                     "build again when it is still",
                 )
         self._check_documents()
-        for split, found in splits.items():
+        for domain, found in splits["train"]["domains"].items():
             if not found["samples"]:
-                raise self._no_sample(split, found["documents"], found["tokens"])
+                raise self._no_sample("train", found["documents"], found["tokens"], domain)
+        held_out = splits["eval"]
+        if not held_out["samples"]:
+            raise self._no_sample("eval", held_out["documents"], held_out["tokens"])
 
-    def _no_sample(self, split: str, num_documents: int, num_tokens: int) -> DataError:
+    def _no_sample(
+        self, split: str, num_documents: int, num_tokens: int, domain: str = ""
+    ) -> DataError:
         total = sum(tally.documents for tally in self._reader.tallies)
+        of_domain = f" of domain {domain}" if len(self._data.domains) > 1 and domain else ""
         return DataError(
-            f"the {split} split has no sample: {num_documents} of {total} documents with "
-            f"{num_tokens} tokens, and one sample needs seq_len + 1 = {self._data.seq_len + 1} "
-            f"(data.eval_fraction={self._data.eval_fraction:g})",
-            "add text, lower data.seq_len, or "
+            f"the {split} split{of_domain} has no sample: {num_documents} of {total} documents "
+            f"with {num_tokens} tokens, and one sample needs seq_len + 1 = "
+            f"{self._data.seq_len + 1} (data.eval_fraction={self._data.eval_fraction:g})",
+            f"add text{of_domain}, lower data.seq_len, or "
             f"{'raise' if split == 'eval' else 'lower'} data.eval_fraction",
         )
 
@@ -283,8 +302,18 @@ class _Build:
                 _describe(file, tally)
                 for file, tally in zip(self._files, self._reader.tallies, strict=True)
             ],
+            "domains": list(self._data.domains),
             "splits": splits,
         }
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A document and where it belongs."""
+
+    text: str
+    domain: str
+    split: Split
 
 
 def _describe(file: SourceFile, tally: Tally) -> dict[str, Any]:
@@ -292,7 +321,8 @@ def _describe(file: SourceFile, tally: Tally) -> dict[str, Any]:
         "name": file.name,
         "kind": file.kind,
         "text_field": file.text_field,
-        "where": dict(file.where),
+        "where": described(file.where),
+        "domain": file.domain,
         "sha256": tally.sha256,
         "bytes": tally.bytes,
         "documents": tally.documents,
@@ -313,12 +343,12 @@ def _sampled(texts: Iterator[str], share: float) -> Iterator[str]:
                 yield part
 
 
-def _batches(documents: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
+def _batches(documents: Iterator[_Placed]) -> Iterator[list[_Placed]]:
+    batch: list[_Placed] = []
     num_chars = 0
     for document in documents:
         batch.append(document)
-        num_chars += len(document[0])
+        num_chars += len(document.text)
         if num_chars >= _BATCH_CHARS:
             yield batch
             batch, num_chars = [], 0

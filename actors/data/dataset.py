@@ -1,14 +1,17 @@
-"""A built dataset: two splits of token shards, a tokenizer, and a manifest that names it all.
+"""A built dataset: token shards by split and domain, a tokenizer, a manifest that names it all.
 
-Samples overlap by one token: sample i holds tokens [i*T, i*T + T], so that each position has a
-target.
-    T = seq_len, n = samples asked for.
+Each domain of a split is one stream of tokens. Samples overlap by one token: sample i of a domain
+holds tokens [i*T, i*T + T], so that each position has a target. Ids count through the domains in
+their order, and so do blocks.
+    T = seq_len, n = samples asked for, D = domains.
 Layout and manifest: docs/formats.md#dataset.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +22,12 @@ from eagleray.actors.data.shards import Shard, TokenArray
 from eagleray.platform.errors import IntegrityError, NotFoundError, StorageError
 from eagleray.platform.storage import Storage, digest_bytes, digest_file
 
-FORMAT = 1
-SPLITS = ("train", "eval")
+FORMAT = 2
+_READABLE = (1, 2)
+ONE_DOMAIN = "main"
+"""What the domain is called of sources that name none."""
 Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
 IntArray = npt.NDArray[np.int64]
 SampleArray = npt.NDArray[np.int32]
 
@@ -38,7 +44,7 @@ class Damage:
 
 
 class TokenStream:
-    """One split as one run of tokens over its shards; all shards but the last are equally long."""
+    """One domain of a split as one run of tokens; all shards but the last are equally long."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
@@ -46,6 +52,7 @@ class TokenStream:
         self.tokens_per_shard, self.block_tokens = header.num_tokens, header.block_tokens
         self.blocks_per_shard, self.dtype = header.num_blocks, header.dtype
         self.num_tokens = sum(shard.header.num_tokens for shard in shards)
+        self.num_blocks = sum(shard.header.num_blocks for shard in shards)
 
     def read(self, start: int, out: SampleArray) -> None:
         """Fill `out` with the tokens from `start` on."""
@@ -58,7 +65,7 @@ class TokenStream:
             done += stop - offset
 
     def read_block(self, block: int) -> TokenArray:
-        """One block of the split, counted over all shards; a read-only view."""
+        """One block of the stream, counted over all its shards; a read-only view."""
         number, local = divmod(block, self.blocks_per_shard)
         return self.shards[number].read_block(local)
 
@@ -66,6 +73,95 @@ class TokenStream:
         """The CRC-32 that the bytes of a block must have."""
         number, local = divmod(block, self.blocks_per_shard)
         return int(self.shards[number].crcs[local])
+
+
+class TokenSplit:
+    """The domains of one split, behind one count of samples and one of blocks.
+
+    Args:
+        seq_len: T.
+        sizes: Samples of each domain.
+        streams: Its tokens; None for a domain without any.
+    """
+
+    def __init__(
+        self, seq_len: int, sizes: Sequence[int], streams: Sequence[TokenStream | None]
+    ) -> None:
+        self.seq_len, self.sizes = seq_len, tuple(sizes)
+        self.streams = list(streams)
+        self.num_samples = sum(self.sizes)
+        self._sample_ends = list(accumulate(self.sizes))
+        self._block_ends = list(accumulate(s.num_blocks if s else 0 for s in streams))
+
+    def read(self, ids: IntArray) -> SampleArray:
+        """Samples by id: int32 [n, T+1], a new array."""
+        out = self._empty(ids)
+        for row, (domain, local) in zip(out, self._places(ids), strict=True):
+            self._stream(domain).read(local * self.seq_len, row)
+        return out
+
+    def read_through(
+        self, ids: IntArray, fetch: Callable[[list[int]], list[TokenArray]]
+    ) -> SampleArray:
+        """The same as `read`, from blocks that `fetch` brings, each asked for once and in order."""
+        out = self._empty(ids)
+        rows = []
+        wanted: set[int] = set()
+        for domain, local in self._places(ids):
+            size, base = self._stream(domain).block_tokens, self._first_block(domain)
+            start = local * self.seq_len
+            wanted.update(range(base + start // size, base + (start + self.seq_len) // size + 1))
+            rows.append((base, size, start))
+        order = sorted(wanted)
+        blocks = dict(zip(order, fetch(order), strict=True))
+        for row, (base, size, start) in zip(out, rows, strict=True):
+            done = 0
+            while done < len(row):
+                block, offset = divmod(start + done, size)
+                part = blocks[base + block][offset : offset + len(row) - done]
+                row[done : done + len(part)] = part
+                done += len(part)
+        return out
+
+    def read_block(self, block: int) -> TokenArray:
+        """One block of the split, counted over all domains; a read-only view."""
+        stream, local = self._block(block)
+        return stream.read_block(local)
+
+    def block_crc(self, block: int) -> int:
+        """The CRC-32 that the bytes of a block must have."""
+        stream, local = self._block(block)
+        return stream.block_crc(local)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the ids on disk."""
+        return next(stream.dtype for stream in self.streams if stream)
+
+    def _places(self, ids: IntArray) -> Iterator[tuple[int, int]]:
+        """(domain, number inside it) of each id."""
+        for sample in ids.tolist():
+            domain = bisect_right(self._sample_ends, sample)
+            yield domain, sample - (self._sample_ends[domain] - self.sizes[domain])
+
+    def _block(self, block: int) -> tuple[TokenStream, int]:
+        domain = bisect_right(self._block_ends, block)
+        return self._stream(domain), block - self._first_block(domain)
+
+    def _first_block(self, domain: int) -> int:
+        return self._block_ends[domain - 1] if domain else 0
+
+    def _stream(self, domain: int) -> TokenStream:
+        stream = self.streams[domain]
+        assert stream is not None, "a domain with samples or blocks has a stream"
+        return stream
+
+    def _empty(self, ids: IntArray) -> SampleArray:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_samples):
+            raise ValueError(
+                f"sample ids {ids.min()}..{ids.max()} must be in 0..{self.num_samples - 1}"
+            )
+        return np.empty((len(ids), self.seq_len + 1), dtype=np.int32)
 
 
 class Dataset:
@@ -76,12 +172,8 @@ class Dataset:
         self.seq_len = int(manifest["seq_len"])
         self.vocab_size = int(manifest["vocab_size"])
         self.eod_id = int(manifest["tokenizer"]["eod_id"])
-        self._streams = {
-            split: TokenStream(
-                [self._open_shard(entry) for entry in manifest["splits"][split]["shards"]]
-            )
-            for split in SPLITS
-        }
+        self.domains = tuple(str(name) for name in manifest.get("domains", [ONE_DOMAIN]))
+        self._splits = {split: self._open_split(split) for split in SPLITS}
 
     @classmethod
     def open(cls, storage: Storage, digest: str) -> "Dataset":
@@ -103,9 +195,10 @@ class Dataset:
                 f"{folder / 'manifest.json'} does not have its own digest", _RESTORE
             )
         manifest = storage.read_json("datasets", digest, "manifest.json")
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in _READABLE:
             raise StorageError(
-                f"dataset {digest} has format {manifest['format']}, this program reads {FORMAT}",
+                f"dataset {digest} has format {manifest['format']}, this program reads "
+                f"{' and '.join(map(str, _READABLE))}",
                 "use the program that wrote it, or build it again",
             )
         return cls(folder, digest, manifest)
@@ -127,8 +220,12 @@ class Dataset:
         return content
 
     def num_samples(self, split: Split) -> int:
-        """Samples of seq_len + 1 tokens."""
-        return int(self._split(split)["samples"])
+        """Samples of seq_len + 1 tokens, over all domains."""
+        return self.split(split).num_samples
+
+    def sizes(self, split: Split) -> tuple[int, ...]:
+        """Samples of each domain."""
+        return self.split(split).sizes
 
     def read(self, split: Split, ids: IntArray) -> SampleArray:
         """Samples by id: int32 [n, T+1], a new array.
@@ -137,36 +234,13 @@ class Dataset:
             ValueError: An id is out of range.
             IntegrityError: A block is damaged; names shard and block.
         """
-        out = self._empty(split, ids)
-        stream = self._streams[split]
-        for row, sample in zip(out, ids.tolist(), strict=True):
-            stream.read(sample * self.seq_len, row)
-        return out
+        return self.split(split).read(ids)
 
-    def read_through(
-        self, split: Split, ids: IntArray, fetch: Callable[[list[int]], list[TokenArray]]
-    ) -> SampleArray:
-        """The same as `read`, from blocks that `fetch` brings, each asked for once and in order."""
-        out = self._empty(split, ids)
-        size = self._streams[split].block_tokens
-        starts = (ids * self.seq_len).tolist()
-        wanted = sorted(
-            {b for s in starts for b in range(s // size, (s + self.seq_len) // size + 1)}
-        )
-        blocks = dict(zip(wanted, fetch(wanted), strict=True))
-        for row, start in zip(out, starts, strict=True):
-            done = 0
-            while done < len(row):
-                block, offset = divmod(start + done, size)
-                part = blocks[block][offset : offset + len(row) - done]
-                row[done : done + len(part)] = part
-                done += len(part)
-        return out
-
-    def stream(self, split: Split) -> TokenStream:
-        """The split's tokens and blocks."""
-        self._split(split)
-        return self._streams[split]
+    def split(self, split: Split) -> TokenSplit:
+        """The split's samples and blocks."""
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} must be one of {', '.join(SPLITS)}")
+        return self._splits[split]
 
     @property
     def num_bytes(self) -> int:
@@ -208,16 +282,14 @@ class Dataset:
             )
         return shard
 
-    def _split(self, split: Split) -> dict[str, Any]:
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} must be one of {', '.join(SPLITS)}")
-        found: dict[str, Any] = self.manifest["splits"][split]
-        return found
-
-    def _empty(self, split: Split, ids: IntArray) -> SampleArray:
-        limit = self.num_samples(split)
-        if ids.size and (ids.min() < 0 or ids.max() >= limit):
-            raise ValueError(
-                f"sample ids {ids.min()}..{ids.max()} must be in 0..{limit - 1} of split {split}"
-            )
-        return np.empty((len(ids), self.seq_len + 1), dtype=np.int32)
+    def _open_split(self, split: Split) -> TokenSplit:
+        described = self.manifest["splits"][split]
+        shards: dict[str, list[Shard]] = {name: [] for name in self.domains}
+        for entry in described["shards"]:
+            shards[entry.get("domain", ONE_DOMAIN)].append(self._open_shard(entry))
+        samples = described.get("domains", {ONE_DOMAIN: described})
+        return TokenSplit(
+            self.seq_len,
+            [int(samples[name]["samples"]) for name in self.domains],
+            [TokenStream(shards[name]) if shards[name] else None for name in self.domains],
+        )

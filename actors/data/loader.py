@@ -2,9 +2,9 @@
 
     B = batch_size, T = seq_len
 
-A batch is a pure function of (dataset, seed, step, B). The loader keeps no position: to resume is
-to ask for another step, and the read-ahead follows. At most prefetch + 2 batches behind it are
-held.
+A batch is a pure function of (dataset, seed, mixture, step, B). The loader keeps no position: to
+resume is to ask for another step, and the read-ahead follows. At most prefetch + 2 batches behind
+it are held.
 """
 
 import logging
@@ -19,7 +19,9 @@ import numpy as np
 
 from eagleray.actors.cache import FeatureCache
 from eagleray.actors.data.dataset import Dataset, IntArray, SampleArray, Split
-from eagleray.actors.data.order import batch_ids, slice_bounds
+from eagleray.actors.data.mixing import stratified
+from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.data.order import mixed_batch_ids, slice_bounds
 from eagleray.actors.data.shards import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Loader:
         batch_size: Global batch in samples.
         cache: Looked up before the shards are read; owned by the loader from now on.
         prefetch_batches: Steps read ahead; 0: none, and no thread.
+        mixture: Of the dataset's domains; None: in the ratio of their sizes.
         clock: Seconds that only grow.
     """
 
@@ -84,11 +87,14 @@ class Loader:
         batch_size: int,
         cache: FeatureCache | None = None,
         prefetch_batches: int = 4,
+        mixture: Mixture | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.dataset, self.split = dataset, split
         self.order_seed, self.batch_size = order_seed, batch_size
         self._cache, self._clock = cache, clock
+        self._mixture = mixture or stratified(dataset.sizes(split))
+        self._held_out = stratified(dataset.sizes("eval"))
         self._prefetch = prefetch_batches
         self._reading = threading.Lock()
         self._changed = threading.Condition()
@@ -115,7 +121,7 @@ class Loader:
             batch = self._batches.get(step)
         is_ready = batch is not None
         if batch is None:
-            batch = self._read(self.split, step, self.order_seed)
+            batch = self._read(self.split, step, self.order_seed, self._mixture)
             with self._changed:
                 self._keep(batch)
         self._count(1, int(is_ready), self._clock() - started)
@@ -126,7 +132,7 @@ class Loader:
 
         Batches go through the split without a gap and start over at its end, so each is full.
         """
-        return self._read("eval", index, _EVAL_SEED)
+        return self._read("eval", index, _EVAL_SEED, self._held_out)
 
     def eval_batches(self, num_batches: int) -> Iterator[Batch]:
         """The first batches of held-out samples."""
@@ -194,7 +200,7 @@ class Loader:
                 self._in_hand = step
             batch: Batch | None = None
             try:
-                batch = self._read(self.split, step, self.order_seed)
+                batch = self._read(self.split, step, self.order_seed, self._mixture)
             except (
                 Exception
             ):  # The thread must live; who asks for this step meets the error itself.
@@ -207,8 +213,8 @@ class Loader:
                     self._keep(batch)
                 self._changed.notify_all()
 
-    def _read(self, split: Split, step: int, seed: int) -> Batch:
-        ids = batch_ids(seed, self.dataset.num_samples(split), step, self.batch_size)
+    def _read(self, split: Split, step: int, seed: int, mixture: Mixture) -> Batch:
+        ids = mixed_batch_ids(seed, self.dataset.sizes(split), mixture, step, self.batch_size)
         with self._reading:
             started = self._clock()
             tokens = self._tokens(split, ids)
@@ -221,7 +227,7 @@ class Loader:
         cache = self._cache
         if cache is None:
             return self.dataset.read(split, ids)
-        stream = self.dataset.stream(split)
+        stream = self.dataset.split(split)
 
         def fetch(blocks: list[int]) -> list[TokenArray]:
             keys = [f"{self.dataset.digest}:{split}:{block}".encode() for block in blocks]
@@ -237,7 +243,7 @@ class Loader:
                 for block, value in zip(blocks, values, strict=True)
             ]
 
-        return self.dataset.read_through(split, ids, fetch)
+        return stream.read_through(ids, fetch)
 
     def _count(self, batches: int, ready: int, wait_s: float) -> None:
         with self._changed:

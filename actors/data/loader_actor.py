@@ -19,6 +19,7 @@ from eagleray.actors.cache import TouchSink, open_cache
 from eagleray.actors.cache.evictor_actor import EvictorClient
 from eagleray.actors.data.dataset import Dataset, Split
 from eagleray.actors.data.loader import Batch, Loader, LoaderStats
+from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.rpc import call
 from eagleray.actors.telemetry import RaySink, TotalsMeter
 from eagleray.platform.config import FeatureCacheConfig
@@ -47,6 +48,7 @@ class LoaderSpec:
     batch_size: int
     split: Split = "train"
     prefetch_batches: int = 4
+    mixture: Mixture | None = None
     cache: FeatureCacheConfig | None = None
     redis_url: str | None = field(default=None, repr=False)
     evictor: str | None = None
@@ -68,7 +70,13 @@ class LoaderServer:
         if spec.cache is not None and spec.redis_url is not None:
             cache = open_cache(spec.cache, spec.redis_url, _sink(spec.evictor))
         return Loader(
-            dataset, spec.split, spec.order_seed, spec.batch_size, cache, spec.prefetch_batches
+            dataset,
+            spec.split,
+            spec.order_seed,
+            spec.batch_size,
+            cache,
+            spec.prefetch_batches,
+            spec.mixture,
         )
 
     def batch(self, step: int, rank: int, world_size: int) -> Batch:

@@ -1,47 +1,48 @@
-"""Raw documents: JSON Lines and plain text, streamed in a fixed order and in bounded memory.
+"""Raw documents: every file that the sources name, streamed in a fixed order.
 
 Laws:
     * Files come in the order of `data.sources`, and sorted by name within each; documents in file
       order.
     * Each record is counted once: documents + empty + filtered + skipped = records.
-    * The bytes that were read are the bytes that were hashed: each pass hashes what it reads.
+    * The bytes that were read are the bytes that were hashed: each pass hashes what it reads, in
+      Parquet files right after it.
 """
 
 import glob
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from gzip import GzipFile
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
+from eagleray.actors.data.records import (
+    PACKED,
+    Bad,
+    Records,
+    SourceFile,
+    field_text,
+    read_parquet,
+    read_records,
+    unpacked,
+)
 from eagleray.platform.config import SourceConfig
 from eagleray.platform.errors import DataError
+from eagleray.platform.storage import digest_file
 
-MAX_RECORD_BYTES = 256 * 2**20
-"""Longest record or text file, uncompressed: a document is held in memory whole."""
-
-_SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "text": (".txt", ".text", ".md", ".rst")}
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "text": (".txt", ".text", ".md", ".rst"),
+    "csv": (".csv",),
+    "parquet": (".parquet", ".pq"),
+}
 _BUFFER_BYTES = 1 << 20
 _NUM_EXAMPLES = 5
-_BOM = b"\xef\xbb\xbf"
 
 BadRecord = Literal["fail", "skip"]
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file to read; `name` is the same wherever the data lies."""
-
-    name: str
-    path: Path
-    kind: Literal["jsonl", "text"]
-    text_field: str = "text"
-    where: Mapping[str, Sequence[str | int | float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,15 @@ def find_files(sources: Sequence[SourceConfig], resolve: Callable[[str], Path]) 
         if source.kind == "text" and source.where:
             raise DataError(
                 f"data.sources: {source.path} has kind text, which has no fields for `where`",
-                "remove `where`, or use kind jsonl",
+                "remove `where`, or use a kind that has fields",
             )
         files += [
-            SourceFile(name, path, source.kind, source.text_field, source.where)
+            SourceFile(name, path, source.kind, source.text_field, source.where, source.domain)
             for name, path in _matches(source, resolve(source.path))
         ]
     seen: set[str] = set()
     for file in files:
-        identity = json.dumps([str(file.path), file.text_field, dict(file.where)], sort_keys=True)
+        identity = json.dumps([str(file.path), file.text_field, described(file.where)])
         if identity in seen:
             raise DataError(
                 f"data.sources names {file.path} twice with the same filter: "
@@ -127,100 +128,64 @@ class DocumentReader:
                 yield Document(text, index)
 
     def _texts(self, file: SourceFile, tally: Tally) -> Iterator[str]:
-        with _named_failure(file.path), file.path.open("rb", buffering=0) as raw:
-            hashed = _Hashed(raw, self._advance)
-            stream = cast(BinaryIO, BufferedReader(hashed, _BUFFER_BYTES))
-            content = stream
-            if file.path.suffix == ".gz":
-                content = cast(BinaryIO, BufferedReader(GzipFile(fileobj=stream), _BUFFER_BYTES))
-            for line, record in _records(file, content):
-                text = self._text(file, line, record, tally)
-                if text is None:
-                    continue
-                if not text.strip():
-                    tally.empty += 1
-                    continue
-                tally.documents += 1
-                yield text
-            while stream.read(
-                _BUFFER_BYTES
-            ):  # What a reader left behind belongs to the digest too.
-                pass
-            tally.sha256, tally.bytes = hashed.digest.hexdigest(), hashed.num_bytes
+        with _named_failure(file.path):
+            if file.kind == "parquet":
+                yield from self._from_parquet(file, tally)
+                return
+            with file.path.open("rb", buffering=0) as raw:
+                hashed = _Hashed(raw, self._advance)
+                stream = cast(BinaryIO, BufferedReader(hashed, _BUFFER_BYTES))
+                yield from self._wanted(
+                    file, read_records(file, unpacked(file.path, stream)), tally
+                )
+                # What a reader left behind belongs to the digest too.
+                while stream.read(_BUFFER_BYTES):
+                    pass
+                tally.sha256, tally.bytes = hashed.digest.hexdigest(), hashed.num_bytes
+
+    def _from_parquet(self, file: SourceFile, tally: Tally) -> Iterator[str]:
+        before, size = self.bytes_read, file.path.stat().st_size
+        for share, records in read_parquet(file):
+            self.bytes_read = before + int(share * size)
+            yield from self._wanted(file, records, tally)
+        self.bytes_read = before + size
+        tally.sha256, tally.bytes = digest_file(file.path), size
 
     def _advance(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
 
-    def _text(self, file: SourceFile, line: int, record: bytes, tally: Tally) -> str | None:
-        """The record's text; None if it is filtered out or skipped."""
-        try:
-            if len(record) > MAX_RECORD_BYTES:
-                raise ValueError(f"is longer than {MAX_RECORD_BYTES} bytes")
-            if file.kind == "text":
-                return record.decode("utf-8-sig")
-            parsed = _json_object(record)
-            if any(parsed.get(name) not in allowed for name, allowed in file.where.items()):
+    def _wanted(self, file: SourceFile, records: Records, tally: Tally) -> Iterator[str]:
+        """The texts of the records that are neither filtered out, nor blank, nor skipped."""
+        for place, record in records:
+            if not isinstance(record, Bad) and not file.fits(record):
                 tally.filtered += 1
-                return None
-            return _field_text(parsed, file.text_field)
-        except UnicodeDecodeError as error:
-            reason = f"is not UTF-8: {error.reason} at byte {error.start}"
-        except ValueError as error:
-            reason = str(error)
+                continue
+            text = record if isinstance(record, Bad) else field_text(record, file.text_field)
+            if isinstance(text, Bad):
+                self._refuse(file, place, text.reason, tally)
+            elif not text.strip():
+                tally.empty += 1
+            else:
+                tally.documents += 1
+                yield text
+
+    def _refuse(self, file: SourceFile, place: int, reason: str, tally: Tally) -> None:
         if self.on_bad_record == "fail":
             raise DataError(
-                f"{file.path}:{line} {reason}",
+                f"{file.path}:{place} {reason}",
                 "correct that record, or set data.on_bad_record=skip to leave such records out",
             )
         tally.skipped += 1
         if len(tally.examples) < _NUM_EXAMPLES:
-            tally.examples.append(f"{file.name}:{line}: {reason}")
-        return None
+            tally.examples.append(f"{file.name}:{place}: {reason}")
 
 
-def _records(file: SourceFile, content: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(line, bytes) of each record; one that is too long comes cut, just above the limit."""
-    if file.kind == "text":
-        yield 1, content.read(MAX_RECORD_BYTES + 1)
-        return
-    line = 0
-    while record := content.readline(MAX_RECORD_BYTES + 1):
-        line += 1
-        rest = record
-        while not rest.endswith(b"\n") and len(rest) > MAX_RECORD_BYTES:
-            rest = content.readline(MAX_RECORD_BYTES + 1)
-        if line == 1:
-            record = record.removeprefix(_BOM)
-        if record.strip():
-            yield line, record
-
-
-def _json_object(record: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(record.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise
-    except RecursionError:
-        raise ValueError("is nested too deeply to be read as JSON") from None
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"is a JSON {type(parsed).__name__}, not an object")
-    return parsed
-
-
-def _field_text(parsed: dict[str, Any], name: str) -> str:
-    if name not in parsed:
-        raise ValueError(f"has no field {name!r} (it has {', '.join(map(repr, sorted(parsed)))})")
-    text = parsed[name]
-    if not isinstance(text, str):
-        raise ValueError(f"has a {type(text).__name__} in field {name!r}, not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # JSON may spell half of a surrogate pair; no UTF-8 text can hold it.
-        raise ValueError(f"has half a surrogate pair in field {name!r}") from None
-    return text
+def described(where: dict[str, Any]) -> dict[str, Any]:
+    """Conditions as plain values, in an order that depends on nothing but them."""
+    return {
+        name: rule if isinstance(rule, list) else rule.model_dump(exclude_none=True)
+        for name, rule in sorted(where.items())
+    }
 
 
 def _matches(source: SourceConfig, path: Path) -> list[tuple[str, Path]]:
@@ -228,8 +193,9 @@ def _matches(source: SourceConfig, path: Path) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if path.is_dir():
         base, suffixes = path, _SUFFIXES[source.kind]
-        rule = f"no {' or '.join(suffixes)} file (.gz allowed)"
-        found = [p for p in path.rglob("*") if p.name.removesuffix(".gz").endswith(suffixes)]
+        packed = "" if source.kind == "parquet" else f" ({' or '.join(PACKED)} allowed)"
+        rule = f"no {' or '.join(suffixes)} file{packed}"
+        found = [p for p in path.rglob("*") if _unpacked_name(p).endswith(suffixes)]
     elif glob.has_magic(str(path)):
         base, rule = _fixed_part(path), "nothing"
         found = list(base.glob(str(path.relative_to(base)))) if base.is_dir() else []
@@ -246,6 +212,10 @@ def _matches(source: SourceConfig, path: Path) -> list[tuple[str, Path]]:
     if not named:
         raise DataError(f"data.sources: {rule} found at {path}", f"correct `path: {source.path}`")
     return named
+
+
+def _unpacked_name(path: Path) -> str:
+    return path.stem if path.suffix in PACKED else path.name
 
 
 def _fixed_part(pattern: Path) -> Path:

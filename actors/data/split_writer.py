@@ -1,4 +1,4 @@
-"""Writes one split: documents, one after the other, into shards of equal length."""
+"""Writes one domain of a split: documents, one after the other, into shards of equal length."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,20 +14,23 @@ from eagleray.platform.storage import digest_file
 
 
 class SplitWriter:
-    """Documents in, `<split>-00000.bin` and so on out; `describe` after it was closed.
+    """Documents in, `<domain>.<split>-00000.bin` and so on out; `describe` after it was closed.
 
     Args:
         folder: Where the shards go.
-        split: First part of their names.
+        domain: First part of their names.
+        split: Second part of their names.
         tokenizer: Gives vocabulary, digest and the id that ends each document.
         shard_bytes: Size of a shard, rounded down to whole blocks, at least one.
         seq_len: T; only for counting samples.
     """
 
     def __init__(
-        self, folder: Path, split: str, tokenizer: TextTokenizer, shard_bytes: int, seq_len: int
-    ) -> None:
-        self._folder, self._split, self._tokenizer = folder, split, tokenizer
+        self, folder: Path, domain: str, split: str, tokenizer: TextTokenizer, shard_bytes: int,
+        seq_len: int,
+    ) -> None:  # fmt: skip
+        self._folder, self._domain, self._split = folder, domain, split
+        self._tokenizer = tokenizer
         self._seq_len = seq_len
         num_blocks = shard_bytes // tokenizer.dtype.itemsize // BLOCK_TOKENS
         self._tokens_per_shard = max(1, num_blocks) * BLOCK_TOKENS
@@ -57,7 +60,7 @@ class SplitWriter:
                 self._close_shard(writer)
 
     def describe(self) -> dict[str, Any]:
-        """The split's part of the manifest."""
+        """The domain's part of the manifest."""
         samples = max(0, self.num_tokens - 1) // self._seq_len
         used = samples * self._seq_len + 1 if samples else 0
         return {
@@ -87,7 +90,7 @@ class SplitWriter:
 
     def _next_shard(self) -> ShardWriter:
         self._writer = ShardWriter(
-            self._folder / f"{self._split}-{len(self._files):05d}.bin",
+            self._folder / self._name(),
             vocab_size=self._tokenizer.vocab_size,
             tokenizer_sha256=bytes.fromhex(self._tokenizer.digest),
             first_token=self.num_tokens,
@@ -96,13 +99,34 @@ class SplitWriter:
 
     def _close_shard(self, writer: ShardWriter) -> None:
         writer.close()
-        name = f"{self._split}-{len(self._files):05d}.bin"
+        name = self._name()
         self._files.append(
             {
                 "file": name,
+                "domain": self._domain,
                 "tokens": writer.num_tokens,
                 "first_token": self.num_tokens - writer.num_tokens,
                 "sha256": digest_file(self._folder / name),
             }
         )
         self._writer = None
+
+    def _name(self) -> str:
+        return f"{self._domain}.{self._split}-{len(self._files):05d}.bin"
+
+
+def joined(domains: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A split's part of the manifest, from what its domains' writers describe."""
+    counts = ("documents", "tokens", "samples", "dropped_tokens")
+    lengths: Counter[int] = Counter()
+    for described in domains.values():
+        lengths.update({upper: count for upper, count in described["document_tokens"]})
+    return {
+        **{name: sum(described[name] for described in domains.values()) for name in counts},
+        "document_tokens": [[upper, lengths[upper]] for upper in sorted(lengths)],
+        "domains": {
+            domain: {name: value for name, value in described.items() if name != "shards"}
+            for domain, described in domains.items()
+        },
+        "shards": [shard for described in domains.values() for shard in described["shards"]],
+    }

@@ -58,9 +58,7 @@ def finish_run(
         raise RunFailedError(
             f"run {run_id} left no intact checkpoint: {reason}", f"eagleray resume {run_id}"
         )
-    result = audit(
-        SampleLog(storage, run_id).chain(checkpoint.samples), dataset.num_samples("train")
-    )
+    result = audit(SampleLog(storage, run_id).chain(checkpoint.samples), dataset.sizes("train"))
     record = _record_run(storage, config, run_id, dataset, checkpoint, result)
     eval_loss = checkpoint.meta.get("eval_loss")
     if register_as is None:

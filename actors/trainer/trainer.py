@@ -23,7 +23,9 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from eagleray.actors.cache.evictor_actor import create_evictor
 from eagleray.actors.checkpoint.actor import create_store
 from eagleray.actors.checkpoint.manifest import CheckpointFolder
+from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
+from eagleray.actors.data.mixing import mixture_for
 from eagleray.actors.rpc import call
 from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
 from eagleray.actors.trainer.loop import LoopSpec
@@ -79,7 +81,7 @@ class Training:
         storage: The project's storage.
         run_id: A run that `RunStore.create` made, new or to be resumed.
         spec: What to train.
-        dataset: Digest of the data set.
+        dataset: What its batches are drawn from.
         redis_url: The feature cache's Redis; None for the loaders' own memory.
     """
 
@@ -89,7 +91,7 @@ class Training:
         storage: Storage,
         run_id: str,
         spec: LoopSpec,
-        dataset: str,
+        dataset: Dataset,
         redis_url: str | None = None,
     ) -> None:
         self._config, self._storage, self._run_id, self._spec = config, storage, run_id, spec
@@ -236,15 +238,16 @@ class Training:
 
 
 def _create_actors(
-    config: ProjectConfig, storage: Storage, run_id: str, dataset: str, redis_url: str | None
+    config: ProjectConfig, storage: Storage, run_id: str, dataset: Dataset, redis_url: str | None
 ) -> RunActors:
     cache = config.data.cache if config.data.cache.enabled else None
     evictor = f"evictor:{run_id}" if cache and redis_url else None
     spec = LoaderSpec(
         storage.root,
-        dataset,
+        dataset.digest,
         config.data.order_seed,
         config.train.batch_size,
+        mixture=mixture_for(config.data, dataset, config.train.batch_size, config.train.steps),
         prefetch_batches=config.data.prefetch_batches,
         cache=cache,
         redis_url=redis_url,

@@ -6,7 +6,6 @@ problem of a file is reported at once, each with its path, value, rule and neare
 """
 
 import copy
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagleray.platform.config.sections import ProjectConfig
+from eagleray.platform.config.values import near
 from eagleray.platform.errors import UsageError
 
 CONFIG_NAME = "eagleray.yaml"
@@ -252,9 +252,9 @@ def _problem(detail: Any) -> Problem:
     keys, legal = _walk(location)
     path = ".".join(keys) or "(the whole file)"
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(location[-1]), legal, n=1, cutoff=0.5)
+        meant = near(str(location[-1]), legal)
         prefix = ".".join(keys[:-1])
-        hint = ".".join(part for part in (prefix, near[0]) if part) if near else ""
+        hint = ".".join(part for part in (prefix, meant) if part) if meant else ""
         return Problem(path, _shown(value), "is not a key that exists here", hint)
     if kind == "missing":
         return Problem(path, "", "is required")
@@ -273,6 +273,8 @@ def _walk(location: tuple[Any, ...]) -> tuple[list[str], list[str]]:
         tagged = [model for model in models if part in _tags(model)] if len(models) > 1 else []
         if tagged:
             models = tagged
+            continue
+        if part in ("values", "range") and "where" in location[:position][-2:-1]:
             continue
         keys.append(str(part))
         if position < len(location) - 1:

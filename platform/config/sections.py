@@ -6,11 +6,10 @@ Units are in the names (`_s`, `_bytes`, `_tokens`); a batch is counted in sequen
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, SecretStr, Tag, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from eagleray.platform.config.values import ByteSize, Seconds, Section
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+from eagleray.platform.config.data import DataConfig
+from eagleray.platform.config.values import ByteSize, Name, Seconds, Section
 
 
 class StorageConfig(Section):
@@ -59,77 +58,6 @@ class ClusterConfig(Section):
     start_timeout_s: Seconds = 90.0
     place_timeout_s: Seconds = 60.0
     """How long work may wait for resources before it gives up and says why."""
-
-
-class SourceConfig(Section):
-    """One file, folder or glob of raw data."""
-
-    kind: Literal["jsonl", "text"] = "jsonl"
-    path: str
-    """Relative to eagleray.yaml or absolute; `*` and `**` are globs."""
-    text_field: str = "text"
-    where: dict[str, list[str | int | float]] = Field(default={})
-    """Keep only records whose field is one of the values: `{party: [Whig]}`."""
-
-
-class BpeConfig(Section):
-    """Train a byte-level BPE on the data."""
-
-    kind: Literal["bpe"] = "bpe"
-    vocab_size: int = Field(default=4096, ge=300, le=1_000_000)
-    train_bytes: ByteSize = 8_000_000
-    """How much of the text the merges are learnt from."""
-
-
-class TokenizerFileConfig(Section):
-    """Use a `tokenizer.json` as it is."""
-
-    kind: Literal["file"]
-    path: str
-
-
-def _tokenizer_kind(value: Any) -> Any:
-    return value.get("kind", "bpe") if isinstance(value, dict) else getattr(value, "kind", None)
-
-
-Tokenizer = Annotated[
-    Annotated[BpeConfig, Tag("bpe")] | Annotated[TokenizerFileConfig, Tag("file")],
-    Discriminator(
-        _tokenizer_kind,
-        custom_error_type="tokenizer_kind",
-        custom_error_message="kind must be bpe or file",
-    ),
-]
-"""How text becomes tokens; without `kind` it is bpe."""
-
-
-class FeatureCacheConfig(Section):
-    """The Redis-backed cache that the loaders read through."""
-
-    enabled: bool = True
-    max_bytes: ByteSize = 128_000_000
-    """Byte budget of the cached values; LRU-K evicts down to 85 % of it."""
-    history: int = Field(default=2, ge=1, le=8)
-    """K of LRU-K: how many past references decide."""
-    timeout_s: Seconds = 0.05
-    """A slower Redis counts as a miss."""
-
-
-class DataConfig(Section):
-    """Raw text to verified shards to batches."""
-
-    sources: list[SourceConfig] = Field(default=[], max_length=1000)
-    tokenizer: Tokenizer = BpeConfig()
-    seq_len: int = Field(default=128, ge=8, le=1_048_576)
-    """Tokens that a sample trains on; each sample holds one more, as the last target."""
-    eval_fraction: float = Field(default=0.02, gt=0.0, lt=0.5)
-    """Share of the documents held out, chosen by content digest."""
-    shard_bytes: ByteSize = 64_000_000
-    on_bad_record: Literal["fail", "skip"] = "fail"
-    order_seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seeds the global sample order."""
-    prefetch_batches: int = Field(default=4, ge=0, le=256)
-    cache: FeatureCacheConfig = FeatureCacheConfig()
 
 
 class ModelConfig(Section):

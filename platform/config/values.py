@@ -1,6 +1,8 @@
 """Value types of the configuration: sizes, durations and the base of every section."""
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -24,6 +26,11 @@ def parse_seconds(value: Any) -> Any:
     return _scaled(value, _SECOND_UNITS, "a duration such as 30s, 5m or 2h", whole=False)
 
 
+def near(name: str, legal: Iterable[str]) -> str:
+    """The legal name that was probably meant; empty if none is close."""
+    return next(iter(difflib.get_close_matches(name, list(legal), n=1, cutoff=0.5)), "")
+
+
 def _scaled(value: Any, units: dict[str, Any], rule: str, *, whole: bool) -> Any:
     if not isinstance(value, str):
         return value
@@ -39,6 +46,10 @@ ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 """Seconds; `30s`, `5m` and `2h` are accepted."""
+
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+"""What a project, a model or a domain may be called."""
 
 
 class Section(BaseModel):

@@ -134,7 +134,11 @@ class Project:
             RunFailedError: The run failed; it can be resumed.
             InfeasibleError: The cluster cannot hold the workers.
         """
-        dataset = self.build_data(on_data)
+        from eagleray.actors.data.mixing import mixture_for
+
+        dataset, train = self.build_data(on_data), self.config.train
+        # What the mixture cannot give is refused before there is a run.
+        mixture_for(self.config.data, dataset, train.batch_size, train.steps)
         run_id = self.runs.create(
             self.config.name, "train", resolved_json(self.config), self.config.train.steps
         )
@@ -298,7 +302,7 @@ class Project:
             spec = LoopSpec(train, model, dataset.seq_len)
             cluster.wait_for_resources(need)
             self._note_dataset(run_id, dataset)
-            training = Training(self.config, self.storage, run_id, spec, dataset.digest, redis_url)
+            training = Training(self.config, self.storage, run_id, spec, dataset, redis_url)
             try:
                 training.start()
                 training.wait(follow)

@@ -62,11 +62,11 @@ def test_inspect_shows_the_last_dataset_or_the_one_named(project: Path) -> None:
 def test_verify_passes_what_is_sound_and_names_what_is_not(project: Path) -> None:
     digest = json.loads(run(project, "build", "--json"))["digest"]
     assert json.loads(run(project, "verify", "--json"))["ok"]
-    shard = project / ".eagleray" / "datasets" / digest / "train-00000.bin"
+    shard = project / ".eagleray" / "datasets" / digest / "main.train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[200] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(IntegrityError, match=r"train-00000\.bin block 0") as failed:
+    with pytest.raises(IntegrityError, match=r"main\.train-00000\.bin block 0") as failed:
         run(project, "verify")
     assert failed.value.exit_code == 1
 

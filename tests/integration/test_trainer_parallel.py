@@ -60,7 +60,7 @@ def final(folder: Path) -> Checkpoint:
 def assert_exact(folder: Path) -> None:
     segments = SampleLog(Storage(folder), "run").chain(final(folder).samples)
     assert np.concatenate([s.ids_SG.ravel() for s in segments]).tolist() == list(range(48))
-    assert audit(segments, 1000).is_exact
+    assert audit(segments, [1000]).is_exact
 
 
 @pytest.mark.parametrize("name", ["two", "three"])

@@ -94,12 +94,19 @@ def inspect(
     """
     dataset = _open(digest, config)
     document = _summary(dataset)
-    document["document_tokens"] = dataset.manifest["splits"]["train"]["document_tokens"]
+    train = dataset.manifest["splits"]["train"]
+    document["document_tokens"] = train["document_tokens"]
+    document["domains"] = [
+        {"name": name, **{split: _counts(dataset, split, name) for split in ("train", "eval")}}
+        for name in dataset.domains
+    ]
     document["examples"] = _samples(dataset)
 
     def people() -> None:
         console.print(f"dataset {dataset.digest}", soft_wrap=True)
         _print_counts(document)
+        if len(document["domains"]) > 1:
+            _print_domains(document["domains"])
         _print_lengths(document["document_tokens"])
         for number, text in enumerate(document["examples"]):
             console.print(f"\ntrain sample {number}:", soft_wrap=True)
@@ -168,22 +175,46 @@ def _full(storage: Storage, start: str) -> str:
 
 def _summary(dataset: "Dataset") -> dict[str, Any]:
     sources, splits = dataset.manifest["sources"], dataset.manifest["splits"]
+    files = {(source["name"], source["sha256"]): source["bytes"] for source in sources}
     document: dict[str, Any] = {
         "digest": dataset.digest,
         "path": str(dataset.folder),
         "tokenizer": dataset.manifest["tokenizer"]["sha256"],
         "vocab_size": dataset.vocab_size,
         "seq_len": dataset.seq_len,
-        "files": len(sources),
+        # Several domains may read one file.
+        "files": len(files),
+        "bytes": sum(files.values()),
         "skipped_examples": [e for source in sources for e in source["skipped_examples"]],
     }
-    for name in ("bytes", "documents", "empty", "filtered", "skipped"):
+    for name in ("documents", "empty", "filtered", "skipped"):
         document[name] = sum(source[name] for source in sources)
     for split, found in splits.items():
         document[split] = {
             name: found[name] for name in ("documents", "tokens", "samples", "dropped_tokens")
         }
     return document
+
+
+def _counts(dataset: "Dataset", split: str, domain: str) -> dict[str, int]:
+    described = dataset.manifest["splits"][split]
+    found = described.get("domains", {}).get(domain, described)
+    return {name: found[name] for name in ("documents", "tokens", "samples")}
+
+
+def _print_domains(domains: list[dict[str, Any]]) -> None:
+    total = sum(domain["train"]["samples"] for domain in domains)
+    rows = [
+        [
+            domain["name"],
+            *(f"{domain['train'][name]:,}" for name in ("documents", "tokens", "samples")),
+            f"{domain['train']['samples'] / total:.1%}",
+            f"{domain['eval']['samples']:,}",
+        ]
+        for domain in domains
+    ]
+    names = ["domain", "documents", "tokens", "samples", "share", "held-out samples"]
+    console.print(table("", names, rows))
 
 
 def _print_counts(document: dict[str, Any]) -> None:

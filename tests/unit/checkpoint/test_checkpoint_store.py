@@ -158,7 +158,7 @@ def test_a_new_process_goes_on_from_storage(store: Storage) -> None:
     assert third is not None
     segments = SampleLog(store, "r").chain(third.samples)
     assert [segment.first_step for segment in segments] == [0, 3]
-    assert audit(segments, 100).is_exact
+    assert audit(segments, [100]).is_exact
 
 
 def test_the_newest_and_the_best_are_kept(store: Storage) -> None:
@@ -196,7 +196,7 @@ def test_storage_that_refuses_stops_nothing_but_is_told(
     assert events == ["checkpoint_failed", "checkpoint"]
     found = keeper.begin(2)
     assert found is not None
-    assert audit(SampleLog(store, "r").chain(found.samples), 100).is_exact
+    assert audit(SampleLog(store, "r").chain(found.samples), [100]).is_exact
 
 
 def test_samples_of_a_refused_log_reach_the_next_segment(
@@ -280,7 +280,7 @@ def test_a_part_that_waited_is_dropped_when_its_attempt_is_over(
     keeper.flush(5)
     found = keeper.begin(3)
     assert found is not None
-    assert audit(SampleLog(store, "r").chain(found.samples), 100).is_exact
+    assert audit(SampleLog(store, "r").chain(found.samples), [100]).is_exact
 
 
 def test_a_restarted_store_refuses_what_it_cannot_join_to_its_log(store: Storage) -> None:
@@ -360,14 +360,14 @@ def test_the_audit_counts_gaps_overlaps_and_repeats() -> None:
     def segment(first: int, ids: list[list[int]]) -> Segment:
         return Segment(first, np.array(ids), "")
 
-    assert audit([], 4).is_exact
-    exact = audit([segment(0, [[0, 1], [2, 3]]), segment(2, [[3, 0], [1, 2]])], 4)
+    assert audit([], [4]).is_exact
+    exact = audit([segment(0, [[0, 1], [2, 3]]), segment(2, [[3, 0], [1, 2]])], [4])
     assert (exact.steps, exact.samples, exact.is_exact) == (4, 8, True)
-    doubled = audit([segment(0, [[0, 1], [1, 3]])], 4)
+    doubled = audit([segment(0, [[0, 1], [1, 3]])], [4])
     assert (doubled.missing, doubled.doubled) == (1, 1)
-    gap = audit([segment(0, [[0, 1]]), segment(2, [[2, 3]])], 100)
+    gap = audit([segment(0, [[0, 1]]), segment(2, [[2, 3]])], [100])
     assert (gap.missing, gap.doubled) == (2, 0)
-    overlap = audit([segment(0, [[0, 1], [2, 3]]), segment(1, [[4, 5]])], 100)
+    overlap = audit([segment(0, [[0, 1], [2, 3]]), segment(1, [[4, 5]])], [100])
     assert (overlap.missing, overlap.doubled) == (0, 2)
 
 

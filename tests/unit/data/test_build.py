@@ -20,9 +20,10 @@ from eagleray.platform.storage import Storage, digest_file
 Build = Callable[..., Dataset]
 
 
-def texts_of(dataset: Dataset, split: str) -> list[str]:
+def texts_of(dataset: Dataset, split: str, domain: int = 0) -> list[str]:
     tokenizer = TextTokenizer(dataset.tokenizer_json)
-    stream = dataset.stream(split)  # type: ignore[arg-type]
+    stream = dataset.split(split).streams[domain]  # type: ignore[arg-type]
+    assert stream is not None
     tokens = np.empty(stream.num_tokens, dtype=np.int32)
     stream.read(0, tokens)
     ends = np.flatnonzero(tokens == dataset.eod_id)
@@ -52,7 +53,9 @@ def test_samples_overlap_by_one_token_and_the_tail_is_counted(build: Build) -> N
     for split in ("train", "eval"):
         described = dataset.manifest["splits"][split]
         tokens = np.empty(described["tokens"], dtype=np.int32)
-        dataset.stream(split).read(0, tokens)
+        (stream,) = dataset.split(split).streams
+        assert stream is not None
+        stream.read(0, tokens)
         samples = dataset.read(split, np.arange(dataset.num_samples(split)))
         for number, sample in enumerate(samples):
             assert np.array_equal(sample, tokens[number * 16 : number * 16 + 17])
@@ -246,3 +249,77 @@ def test_storage_that_cannot_be_written_is_named(build: Build, tmp_path: Path) -
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="cannot write"):
         build(Storage(tmp_path / "file" / "below"))
+
+
+THREE = [
+    {"path": "raw/a.jsonl", "domain": "north"},
+    {"path": "raw/b.jsonl", "domain": "south", "where": {"n": {"max": 29}}},
+    {"path": "raw/b.jsonl", "domain": "east", "where": {"n": {"min": 30}}},
+]
+
+
+@pytest.fixture
+def numbered(corpus: Path) -> Path:
+    """The corpus with a number from 0 to 59 beside each text."""
+    for path in (corpus / "raw").iterdir():
+        texts = [json.loads(line)["text"] for line in path.open()]
+        records = [json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(texts)]
+        path.write_text("".join(records))
+    return corpus
+
+
+@pytest.mark.usefixtures("numbered")
+def test_domains_are_streams_of_their_own_in_the_order_of_their_sources(
+    build: Build, corpus: Path
+) -> None:
+    dataset = build(sources=THREE)
+    assert dataset.domains == ("north", "south", "east")
+    texts = corpus_texts(corpus)
+    for domain, part in enumerate((texts[:60], texts[60:90], texts[90:])):
+        held = texts_of(dataset, "eval", domain)
+        assert texts_of(dataset, "train", domain) == [text for text in part if text not in held]
+        assert set(held) <= set(part)
+    described = dataset.manifest["splits"]["train"]
+    assert sum(described["domains"][d]["tokens"] for d in dataset.domains) == described["tokens"]
+    assert dataset.verify() == []
+
+
+@pytest.mark.usefixtures("numbered")
+def test_ids_count_through_the_domains(build: Build) -> None:
+    dataset = build(sources=THREE)
+    split = dataset.split("train")
+    samples = dataset.read("train", np.arange(split.num_samples))
+    base = 0
+    for size, stream in zip(split.sizes, split.streams, strict=True):
+        assert stream is not None
+        tokens = np.empty(size * 16 + 1, dtype=np.int32)
+        stream.read(0, tokens)
+        for number in range(size):
+            expected = tokens[number * 16 : number * 16 + 17]
+            assert np.array_equal(samples[base + number], expected)
+        base += size
+    through = split.read_through(
+        np.arange(split.num_samples), lambda blocks: [split.read_block(b) for b in blocks]
+    )
+    assert np.array_equal(through, samples)
+
+
+@pytest.mark.usefixtures("numbered")
+def test_a_domain_without_a_training_sample_is_named(build: Build, storage: Storage) -> None:
+    with pytest.raises(DataError, match="the train split of domain west has no sample"):
+        build(sources=[*THREE, {"path": "raw/a.jsonl", "domain": "west", "where": {"n": [99]}}])
+    assert storage.names("datasets") == []
+
+
+@pytest.mark.usefixtures("numbered")
+def test_a_domain_without_held_out_text_is_no_error(build: Build) -> None:
+    one = {"path": "raw/a.jsonl", "domain": "one", "where": {"n": [3]}}
+    others = {"path": "raw/b.jsonl", "domain": "others"}
+    dataset = build(sources=[one, others], eval_fraction=0.1)
+    assert dataset.sizes("eval")[0] == 0
+    assert dataset.read("eval", np.arange(dataset.num_samples("eval"))).min() >= 0
+
+
+def test_moving_a_file_to_another_domain_changes_the_digest(build: Build) -> None:
+    sources = [{"path": "raw/a.jsonl"}, {"path": "raw/b.jsonl", "domain": "b"}]
+    assert build().digest != build(sources=sources).digest

@@ -29,7 +29,9 @@ def test_reads_are_new_int32_arrays_that_may_be_written(build: Build) -> None:
 
 def test_reading_through_blocks_gives_the_same(build: Build) -> None:
     dataset = build()
-    stream = dataset.stream("train")
+    split = dataset.split("train")
+    (stream,) = split.streams
+    assert stream is not None
     stream.block_tokens = 50  # Samples of 17 tokens then lie across blocks.
     tokens = stream.shards[0].read(0, stream.num_tokens)
     asked: list[int] = []
@@ -40,7 +42,7 @@ def test_reading_through_blocks_gives_the_same(build: Build) -> None:
 
     ids = np.random.default_rng(1).integers(0, dataset.num_samples("train"), 40)
     ids[0] = dataset.num_samples("train") - 1
-    through = dataset.read_through("train", ids, fetch)
+    through = split.read_through(ids, fetch)
     assert np.array_equal(through, dataset.read("train", ids))
     assert asked == sorted(set(asked))
 
@@ -75,7 +77,7 @@ def test_verify_finds_any_flipped_byte_of_any_file(build: Build, storage: Storag
     assert dataset.verify() == []
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "eval-00000.bin"])
+@pytest.mark.parametrize("name", ["main.train-00000.bin", "main.eval-00000.bin"])
 def test_a_missing_shard_does_not_open(build: Build, storage: Storage, name: str) -> None:
     dataset = build()
     (dataset.folder / name).unlink()
@@ -87,7 +89,7 @@ def test_a_shard_of_the_other_split_in_its_place_does_not_open(
     build: Build, storage: Storage
 ) -> None:
     dataset = build()
-    shutil.copy(dataset.folder / "eval-00000.bin", dataset.folder / "train-00000.bin")
+    shutil.copy(dataset.folder / "main.eval-00000.bin", dataset.folder / "main.train-00000.bin")
     with pytest.raises(IntegrityError, match="not the one that the manifest names"):
         Dataset.open(storage, dataset.digest)
 
@@ -103,7 +105,7 @@ def test_a_tokenizer_that_was_changed_is_refused(build: Build, storage: Storage)
 
 
 def test_a_later_format_is_named(storage: Storage) -> None:
-    manifest = canonical_json({"format": 2})
+    manifest = canonical_json({"format": 3})
     storage.put(manifest, "datasets", digest_bytes(manifest), "manifest.json")
-    with pytest.raises(Exception, match="has format 2, this program reads 1"):
+    with pytest.raises(Exception, match="has format 3, this program reads 1 and 2"):
         Dataset.open(storage, digest_bytes(manifest))

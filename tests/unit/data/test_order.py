@@ -1,13 +1,15 @@
 """The sample order: a bijection per epoch, pure, and free of who reads it."""
 
 import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.actors.data.order import batch_ids, slice_for_rank
+from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.data.order import batch_ids, domains_of, mixed_batch_ids, slice_for_rank
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -122,13 +124,19 @@ def test_the_order_of_this_version_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_samples", "step", "batch_size"),
-    [(-1, 10, 0, 1), (2**63, 10, 0, 1), (0, 0, 0, 1), (0, 10, -1, 1), (0, 10, 0, 0)],
+    ("seed", "num_samples", "step", "batch_size", "named"),
+    [
+        (-1, 10, 0, 1, "seed=-1"),
+        (2**63, 10, 0, 1, f"seed={2**63}"),
+        (0, 0, 0, 1, "num_samples=0"),
+        (0, 10, -1, 1, "step=-1"),
+        (0, 10, 0, 0, "batch_size=0"),
+    ],
 )
 def test_arguments_out_of_range_are_refused_by_value(
-    seed: int, num_samples: int, step: int, batch_size: int
+    seed: int, num_samples: int, step: int, batch_size: int, named: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"num_samples={num_samples} .*batch_size={batch_size}"):
+    with pytest.raises(ValueError, match=named):
         batch_ids(seed, num_samples, step, batch_size)
 
 
@@ -143,3 +151,61 @@ def test_a_batch_that_does_not_divide_names_both_sizes() -> None:
         slice_for_rank(np.arange(10), 0, 4)
     with pytest.raises(ValueError, match="rank 4"):
         slice_for_rank(np.arange(8), 4, 4)
+
+
+def mixture_of(*weights: int) -> Mixture:
+    return Mixture.constant([Fraction(weight) for weight in weights])
+
+
+def test_one_domain_is_read_in_the_plain_order() -> None:
+    for step in range(9):
+        mixed = mixed_batch_ids(42, [100], mixture_of(3), step, 32)
+        assert np.array_equal(mixed, batch_ids(42, 100, step, 32))
+
+
+@given(
+    seed=seeds,
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    weights=st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    batch_size=st.integers(1, 40),
+)
+def test_each_domain_repeats_only_after_all_of_it_was_drawn(
+    seed: int, sizes: list[int], weights: list[int], batch_size: int
+) -> None:
+    mixture = mixture_of(*weights[: len(sizes)])
+    steps = 3 * sum(sizes) // batch_size + 1
+    ids = np.concatenate(
+        [mixed_batch_ids(seed, sizes, mixture, step, batch_size) for step in range(steps)]
+    )
+    domains = domains_of(ids, sizes)
+    for domain, size in enumerate(sizes):
+        of_domain = ids[domains == domain] - sum(sizes[:domain])
+        for start in range(0, len(of_domain) - size + 1, size):
+            assert np.array_equal(np.sort(of_domain[start : start + size]), np.arange(size))
+        rest = of_domain[len(of_domain) // size * size :]
+        assert len(np.unique(rest)) == len(rest)
+
+
+def test_batches_of_another_size_hold_the_same_samples_in_the_same_order() -> None:
+    sizes, mixture = [50, 7, 20], mixture_of(5, 1, 3)
+    whole = mixed_batch_ids(3, sizes, mixture, 0, 240)
+    for size in (1, 8, 24, 60):
+        parts = [mixed_batch_ids(3, sizes, mixture, step, size) for step in range(240 // size)]
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_domains_of_one_size_have_orders_of_their_own() -> None:
+    ids = mixed_batch_ids(0, [50, 50], mixture_of(1, 1), 0, 100)
+    assert not np.array_equal(ids[ids < 50], ids[ids >= 50] - 50)
+
+
+def test_an_empty_domain_may_only_stand_where_it_is_not_drawn_from() -> None:
+    ids = mixed_batch_ids(0, [0, 5], mixture_of(0, 1), 0, 5)
+    assert sorted(ids.tolist()) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="domain 0 is drawn from and has 0"):
+        mixed_batch_ids(0, [0, 5], mixture_of(1, 1), 0, 5)
+
+
+def test_the_mixed_order_of_this_version_stays_as_it_is() -> None:
+    ids = mixed_batch_ids(42, [1000, 300], mixture_of(2, 1), 3, 6)
+    assert ids.tolist() == [25, 1238, 922, 850, 1259, 882]

@@ -1,13 +1,16 @@
 """Documents from JSON Lines and text: counted, filtered, refused by file and line."""
 
+import csv
 import gzip
 import hashlib
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from eagleray.actors.data import sources
+from eagleray.actors.data import records
 from eagleray.actors.data.sources import DocumentReader, find_files
 from eagleray.platform.config import SourceConfig
 from eagleray.platform.errors import DataError
@@ -113,7 +116,7 @@ def test_a_bad_record_fails_by_file_and_line_or_is_skipped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: bytes, reason: str
 ) -> None:
     if "longer" in reason:
-        monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 200)
+        monkeypatch.setattr(records, "MAX_RECORD_BYTES", 200)
     good = b'{"text": "good"}\n'
     (tmp_path / "a.jsonl").write_bytes(good + b"\n" + record + b"\n" + good)
     with pytest.raises(DataError) as failed:
@@ -183,3 +186,95 @@ def test_the_same_file_twice_is_refused_unless_the_filter_differs(tmp_path: Path
         tmp_path, {"path": "a.jsonl", "where": {"n": [2]}}, {"path": "a.jsonl", "where": {"n": [1]}}
     )
     assert texts == ["b", "a"]
+
+
+TABLE = [
+    {"text": 'one, and\n"more"', "year": 1840, "party": "Whig"},
+    {"text": " ", "year": 1850, "party": "Whig"},
+    {"text": "three \u00e9", "year": 1860, "party": "Tory"},
+]
+
+
+def write_csv(path: Path, records: list[dict[str, object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def write_table(path: Path, records: list[dict[str, object]]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=2)
+
+
+@pytest.mark.parametrize(("kind", "write"), [("csv", write_csv), ("parquet", write_table)])
+def test_tables_are_read_filtered_and_hashed_like_json_lines(
+    tmp_path: Path, kind: str, write: object
+) -> None:
+    path = tmp_path / f"t.{kind}"
+    write(path, TABLE)  # type: ignore[operator]
+    texts, reader = read(tmp_path, {"kind": kind, "path": path.name})
+    assert texts == [TABLE[0]["text"], TABLE[2]["text"]]
+    tally = reader.tallies[0]
+    assert (tally.documents, tally.empty) == (2, 1)
+    assert tally.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert tally.bytes == reader.bytes_read == path.stat().st_size
+    for where, count in (
+        ({"year": {"min": 1841}}, 1), ({"year": {"max": 1840}}, 1), ({"year": [1860, 1840]}, 2),
+        ({"party": ["Whig"], "year": {"min": 1840, "max": 1850}}, 1),
+    ):  # fmt: skip
+        found, _ = read(tmp_path, {"kind": kind, "path": path.name, "where": where})
+        assert len(found) == count, where
+
+
+@pytest.mark.parametrize(("kind", "write"), [("csv", write_csv), ("parquet", write_table)])
+def test_a_table_without_the_column_names_those_it_has(
+    tmp_path: Path, kind: str, write: object
+) -> None:
+    write(tmp_path / f"t.{kind}", TABLE)  # type: ignore[operator]
+    for settings in ({"text_field": "body"}, {"where": {"body": [1]}}):
+        with pytest.raises(DataError, match=r"has no column 'body' \(it has 'text', 'year'"):
+            read(tmp_path, {"kind": kind, "path": f"t.{kind}", **settings}, skip=True)
+
+
+def test_bad_rows_of_a_csv_file_are_named_by_their_first_line(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(
+        b'text,n\n"two\nlines",1\nshort\n"caf\xe9",2\n"a"b,3\ngood,4\n'
+    )
+    texts, reader = read(tmp_path, {"kind": "csv", "path": "t.csv"}, skip=True)
+    assert texts == ["two\nlines", "good"]
+    examples = reader.tallies[0].examples
+    assert [example.split(": ")[0] for example in examples] == ["t.csv:4", "t.csv:5", "t.csv:6"]
+    assert "has 1 cells, the header 2" in examples[0]
+    assert "is not UTF-8" in examples[1]
+    assert "is not valid CSV" in examples[2]
+
+
+def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["a", None, "c"]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet:2 has a NoneType in field 'text'"):
+        read(tmp_path, {"kind": "parquet", "path": "t.parquet"})
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b"PAR1" + b"x" * 99 + b"PAR1"])
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: object) -> None:
+    write_table(tmp_path / "t.parquet", TABLE)
+    sound = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(damage(sound))  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"t\.parquet cannot be read"):
+        read(tmp_path, {"kind": "parquet", "path": "t.parquet"}, skip=True)
+
+
+def test_zstandard_files_are_unpacked(tmp_path: Path) -> None:
+    packed = pyarrow.compress(b'{"text": "packed"}\n' * 3, "zstd", asbytes=True)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.jsonl.zst").write_bytes(packed)
+    texts, reader = read(tmp_path, {"path": "d"})
+    assert texts == ["packed"] * 3
+    assert reader.tallies[0].sha256 == hashlib.sha256(packed).hexdigest()
+    (tmp_path / "d" / "a.jsonl.zst").write_bytes(packed[:-7])
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be"):
+        read(tmp_path, {"path": "d"}, skip=True)
+    (tmp_path / "d" / "a.jsonl.zst").write_bytes(b"no zstd")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be"):
+        read(tmp_path, {"path": "d"}, skip=True)

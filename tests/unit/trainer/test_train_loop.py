@@ -139,7 +139,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> Non
     for row in whole_rows.rows:
         if row.step >= 10:
             assert last[row.step] == (row.loss, row.lr, row.grad_norm)
-    result = audit(SampleLog(storage, "parts").chain(parts.samples), 10_000)
+    result = audit(SampleLog(storage, "parts").chain(parts.samples), [10_000])
     assert (result.steps, result.samples, result.is_exact) == (12, 48, True)
 
 

@@ -1,0 +1,249 @@
+"""Records of one raw file: JSON Lines, CSV, Parquet or plain text, the first three with fields.
+
+A format gives (place, record) for each record that is not blank: the line it begins on (in Parquet
+the row), counted from 1, and its fields or why it has none. Memory is bounded by one record, for
+Parquet by one batch of rows.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from gzip import GzipFile
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+import pyarrow
+import pyarrow.parquet
+
+from eagleray.platform.config import Condition, RangeCondition
+from eagleray.platform.errors import DataError
+
+MAX_RECORD_BYTES = 256 * 2**20
+"""Longest record or text file, uncompressed: a document is held in memory whole."""
+
+PACKED = (".gz", ".zst")
+_BUFFER_BYTES = 1 << 20
+_PARQUET_ROWS = 256
+_BOM = b"\xef\xbb\xbf"
+
+Kind = Literal["jsonl", "text", "csv", "parquet"]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file to read; `name` is the same wherever the data lies."""
+
+    name: str
+    path: Path
+    kind: Kind
+    text_field: str = "text"
+    where: dict[str, Condition] = field(default_factory=dict)
+    domain: str = "main"
+
+    def fits(self, fields: dict[str, Any]) -> bool:
+        """Whether a record is wanted."""
+        return all(_fits(fields.get(name), rule) for name, rule in self.where.items())
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be used, and why."""
+
+    reason: str
+
+
+Records = Iterator[tuple[int, dict[str, Any] | Bad]]
+
+
+def unpacked(path: Path, stream: BinaryIO) -> BinaryIO:
+    """The content of a file that may be packed, by its suffix."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, BufferedReader(GzipFile(fileobj=stream), _BUFFER_BYTES))
+    if path.suffix == ".zst":
+        packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(_Lent(stream), mode="r"), "zstd")
+        return cast(BinaryIO, BufferedReader(packed, _BUFFER_BYTES))
+    return stream
+
+
+def read_records(file: SourceFile, content: BinaryIO) -> Records:
+    """The records of a file of any kind but parquet.
+
+    Raises:
+        DataError: It is a CSV file without a usable header.
+    """
+    if file.kind == "text":
+        yield 1, _text_file(file, content.read(MAX_RECORD_BYTES + 1))
+    elif file.kind == "csv":
+        yield from _rows(file, content)
+    else:
+        for line, record in _lines(content):
+            yield line, _json_object(record)
+
+
+def read_parquet(file: SourceFile) -> Iterator[tuple[float, Records]]:
+    """(share of the rows before, records) of each batch of rows.
+
+    Raises:
+        DataError: It is no Parquet file, is damaged, or lacks a column.
+    """
+    wanted = [file.text_field, *file.where]
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as table:
+            _check_columns(file, table.schema_arrow.names)
+            total, done = max(1, table.metadata.num_rows), 0
+            columns = list(dict.fromkeys(wanted))
+            for batch in table.iter_batches(_PARQUET_ROWS, columns=columns):
+                values = batch.to_pydict()
+                rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values())]  # noqa: B905 - columns are equally long
+                yield done / total, iter([(done + i, row) for i, row in enumerate(rows, start=1)])
+                done += len(rows)
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{file.path} cannot be read as Parquet: {error}", "write or fetch it again"
+        ) from error
+
+
+def field_text(fields: dict[str, Any], name: str) -> str | Bad:
+    """The text of a record."""
+    if name not in fields:
+        return Bad(f"has no field {name!r} (it has {', '.join(map(repr, sorted(fields)))})")
+    text = fields[name]
+    if not isinstance(text, str):
+        return Bad(f"has a {type(text).__name__} in field {name!r}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # JSON may spell half of a surrogate pair; no UTF-8 text can hold it.
+        return Bad(f"has half a surrogate pair in field {name!r}")
+    return text
+
+
+class _Lent:
+    """A stream for pyarrow, which closes what it is given; the lender still hashes the rest."""
+
+    closed = False
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.read = stream.read
+
+    def close(self) -> None:
+        """Leave it open."""
+
+
+def _fits(value: Any, rule: Condition) -> bool:
+    if isinstance(rule, RangeCondition):
+        number = _number(value)
+        if number is None:
+            return False
+        return (rule.min is None or rule.min <= number) and (rule.max is None or number <= rule.max)
+    if value in rule:
+        return True
+    # Cells of a CSV file are text, whatever they mean.
+    number = _number(value) if isinstance(value, str) else None
+    return number is not None and any(number == v for v in rule if not isinstance(v, str))
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+        return None
+    return value if isinstance(value, int | float) else None
+
+
+def _text_file(file: SourceFile, content: bytes) -> dict[str, Any] | Bad:
+    if len(content) > MAX_RECORD_BYTES:
+        return _too_long()
+    try:
+        return {file.text_field: content.decode("utf-8-sig")}
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+
+
+def _lines(content: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(line, bytes) of each line; one that is too long comes cut, just above the limit."""
+    line = 0
+    while record := content.readline(MAX_RECORD_BYTES + 1):
+        line += 1
+        rest = record
+        while not rest.endswith(b"\n") and len(rest) > MAX_RECORD_BYTES:
+            rest = content.readline(MAX_RECORD_BYTES + 1)
+        if line == 1:
+            record = record.removeprefix(_BOM)
+        if record.strip():
+            yield line, record
+
+
+def _json_object(record: bytes) -> dict[str, Any] | Bad:
+    if len(record) > MAX_RECORD_BYTES:
+        return _too_long()
+    try:
+        parsed = json.loads(record.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+    except RecursionError:
+        return Bad("is nested too deeply to be read as JSON")
+    except ValueError as error:
+        return Bad(f"is not valid JSON: {error}")
+    if not isinstance(parsed, dict):
+        return Bad(f"is a JSON {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def _rows(file: SourceFile, content: BinaryIO) -> Records:
+    # The limit is the process's own; Python's default of 128 KB is shorter than a speech.
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    # Bytes that are no UTF-8 pass as lone surrogates, so that one bad row does not end the file.
+    lines = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape", newline="")
+    reader = csv.reader(lines, strict=True)
+    try:
+        header = next(reader, [])
+    except csv.Error as error:
+        raise DataError(f"{file.path}:1 is not valid CSV: {error}", "correct its header") from error
+    _check_columns(file, header)
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            yield line, Bad(f"is not valid CSV: {error}")
+            continue
+        if cells:
+            yield line, _row(header, cells)
+    lines.detach()
+
+
+def _row(header: list[str], cells: list[str]) -> dict[str, Any] | Bad:
+    if len(cells) != len(header):
+        return Bad(f"has {len(cells)} cells, the header {len(header)}")
+    for cell in cells:
+        try:
+            cell.encode()
+        except UnicodeEncodeError as error:
+            return Bad(f"is not UTF-8: invalid byte in {cell[: error.start][-20:]!r}...")
+    return dict(zip(header, cells, strict=True))
+
+
+def _check_columns(file: SourceFile, columns: list[str]) -> None:
+    for name in (file.text_field, *file.where):
+        if name not in columns:
+            raise DataError(
+                f"{file.path} has no column {name!r} (it has {', '.join(map(repr, columns))})",
+                "set text_field and `where` of its source to columns that it has",
+            )
+
+
+def _not_utf8(error: UnicodeDecodeError) -> Bad:
+    return Bad(f"is not UTF-8: {error.reason} at byte {error.start}")
+
+
+def _too_long() -> Bad:
+    return Bad(f"is longer than {MAX_RECORD_BYTES} bytes")

@@ -1,0 +1,204 @@
+"""The section `data`: sources and their domains, tokenizer, samples, mixture, cache."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from eagleray.platform.config.values import ByteSize, Name, Seconds, Section, near
+
+
+class RangeCondition(Section):
+    """A number from `min` to `max`, both included; at least one of them."""
+
+    min: int | float | None = None
+    max: int | float | None = None
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("needs min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} must not be above max {self.max}")
+        return self
+
+
+def _condition_kind(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "values"
+    return "range" if isinstance(value, dict | RangeCondition) else None
+
+
+Condition = Annotated[
+    Annotated[list[str | int | float], Tag("values")] | Annotated[RangeCondition, Tag("range")],
+    Discriminator(
+        _condition_kind,
+        custom_error_type="condition",
+        custom_error_message="must be a list of values, or a range {min: ..., max: ...}",
+    ),
+]
+"""One of the values listed, or a range of numbers."""
+
+
+class SourceConfig(Section):
+    """One file, folder or glob of raw data."""
+
+    kind: Literal["jsonl", "text", "csv", "parquet"] = "jsonl"
+    """jsonl: an object per line; csv: a header, then a record per row; text: a document per file.
+    All but parquet may be packed (.gz, .zst)."""
+    path: str
+    """Relative to eagleray.yaml or absolute; `*` and `**` are globs."""
+    text_field: str = "text"
+    """The field or column that holds the text."""
+    where: dict[str, Condition] = Field(default={})
+    """Keep only records whose fields fit: `{party: [Whig], year: {min: 1834, max: 1860}}`."""
+    domain: Name = "main"
+    """What `data.mixture` calls this text; sources of one domain are read as one."""
+
+
+class BpeConfig(Section):
+    """Train a byte-level BPE on the data."""
+
+    kind: Literal["bpe"] = "bpe"
+    vocab_size: int = Field(default=4096, ge=300, le=1_000_000)
+    train_bytes: ByteSize = 8_000_000
+    """How much of the text the merges are learnt from."""
+
+
+class TokenizerFileConfig(Section):
+    """Use a `tokenizer.json` as it is."""
+
+    kind: Literal["file"]
+    path: str
+
+
+def _tokenizer_kind(value: Any) -> Any:
+    return value.get("kind", "bpe") if isinstance(value, dict) else getattr(value, "kind", None)
+
+
+Tokenizer = Annotated[
+    Annotated[BpeConfig, Tag("bpe")] | Annotated[TokenizerFileConfig, Tag("file")],
+    Discriminator(
+        _tokenizer_kind,
+        custom_error_type="tokenizer_kind",
+        custom_error_message="kind must be bpe or file",
+    ),
+]
+"""How text becomes tokens; without `kind` it is bpe."""
+
+
+Weights = dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+
+
+class StratifiedMixtureConfig(Section):
+    """Every batch holds of each domain what the dataset holds of it, to one sample."""
+
+    kind: Literal["stratified"] = "stratified"
+
+
+class FixedMixtureConfig(Section):
+    """The same weights for the whole run."""
+
+    kind: Literal["fixed"]
+    weights: Weights
+    """Domain -> share, in any unit; a domain that is not named is left out."""
+
+
+class PhaseConfig(Section):
+    """Weights for some steps."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """How many; null, in the last phase only: until the end."""
+    weights: Weights
+
+
+class PhasedMixtureConfig(Section):
+    """Weights that change at given steps."""
+
+    kind: Literal["phased"]
+    phases: list[PhaseConfig] = Field(min_length=1, max_length=1000)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        for number, phase in enumerate(self.phases[:-1], start=1):
+            if phase.steps is None:
+                raise ValueError(f"phase {number} needs `steps`: only the last one may go on")
+        return self
+
+
+def _mixture_kind(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get("kind", "stratified")
+    return getattr(value, "kind", None)
+
+
+MixtureConfig = Annotated[
+    Annotated[StratifiedMixtureConfig, Tag("stratified")]
+    | Annotated[FixedMixtureConfig, Tag("fixed")]
+    | Annotated[PhasedMixtureConfig, Tag("phased")],
+    Discriminator(
+        _mixture_kind,
+        custom_error_type="mixture_kind",
+        custom_error_message="kind must be stratified, fixed or phased",
+    ),
+]
+"""How much of each domain is trained on, when; without `kind` it is stratified."""
+
+
+class FeatureCacheConfig(Section):
+    """The Redis-backed cache that the loaders read through."""
+
+    enabled: bool = True
+    max_bytes: ByteSize = 128_000_000
+    """Byte budget of the cached values; LRU-K evicts down to 85 % of it."""
+    history: int = Field(default=2, ge=1, le=8)
+    """K of LRU-K: how many past references decide."""
+    timeout_s: Seconds = 0.05
+    """A slower Redis counts as a miss."""
+
+
+class DataConfig(Section):
+    """Raw text to verified shards to batches."""
+
+    sources: list[SourceConfig] = Field(default=[], max_length=1000)
+    tokenizer: Tokenizer = BpeConfig()
+    seq_len: int = Field(default=128, ge=8, le=1_048_576)
+    """Tokens that a sample trains on; each sample holds one more, as the last target."""
+    eval_fraction: float = Field(default=0.02, gt=0.0, lt=0.5)
+    """Share of the documents held out, chosen by content digest."""
+    shard_bytes: ByteSize = 64_000_000
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    order_seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seeds the global sample order."""
+    mixture: MixtureConfig = StratifiedMixtureConfig()
+    on_exhausted: Literal["repeat", "fail"] = "repeat"
+    """When a run needs more of a domain than there is: start it over in another order, or refuse
+    the run before its first step."""
+    prefetch_batches: int = Field(default=4, ge=0, le=256)
+    cache: FeatureCacheConfig = FeatureCacheConfig()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the domains, in the order of their first sources."""
+        return tuple(dict.fromkeys(source.domain for source in self.sources))
+
+    @model_validator(mode="after")
+    def _mixed(self) -> Self:
+        mixture = self.mixture
+        if isinstance(mixture, FixedMixtureConfig):
+            self._weigh("mixture", mixture.weights)
+        elif isinstance(mixture, PhasedMixtureConfig):
+            for number, phase in enumerate(mixture.phases, start=1):
+                self._weigh(f"mixture, phase {number}", phase.weights)
+        return self
+
+    def _weigh(self, where: str, weights: dict[str, float]) -> None:
+        for name in weights:
+            if name not in self.domains:
+                meant = near(name, self.domains)
+                raise ValueError(
+                    f"{where}: {name!r} is no domain of data.sources "
+                    f"({', '.join(self.domains) or 'none'})"
+                    + (f": did you mean {meant!r}?" if meant else "")
+                )
+        if not any(weights.values()):
+            raise ValueError(f"{where}: no weight is above 0")
