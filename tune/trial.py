@@ -15,7 +15,8 @@ from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader import Loader
-from eagleray.actors.data.mixing import mixture_for
+from eagleray.actors.data.mixing import mixer_spec, mixture_for
+from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.finish import finish_run
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
@@ -58,7 +59,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
     try:
         done = run_loop(
             Seat(),
-            LoopSpec(project.train, model, dataset.seq_len),
+            LoopSpec(project.train, model, dataset.seq_len, mixer_spec(project.data, dataset)),
             _Source(loader),
             _Sink(store),
             reporter,
@@ -91,8 +92,8 @@ class _Source:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def batch(self, step: int, rank: int, world_size: int) -> Any:
-        return self._loader.batch(step)
+    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> Any:
+        return self._loader.batch(step, mixture)
 
     def eval_batch(self, index: int) -> Any:
         return self._loader.eval_batch(index).tokens

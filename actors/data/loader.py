@@ -107,21 +107,29 @@ class Loader:
         if prefetch_batches:
             self._thread.start()
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, mixture: Mixture | None = None) -> Batch:
         """The global batch of a step, counted from 0; its arrays are shared: do not write to them.
 
+        Args:
+            step: Counted from 0.
+            mixture: What has been decided by now, where that follows the losses: from a little
+                before this step on, at least up to its end. None: what was given before.
+
         Raises:
-            ValueError: The step is negative.
+            ValueError: The step is negative, or not decided yet.
             IntegrityError: A block of a shard is damaged; names shard and block.
         """
         started = self._clock()
         with self._changed:
+            if mixture is not None:
+                self._follow(mixture, step)
+            mixture = self._mixture
             self._re_aim(step + 1)
             self._changed.wait_for(lambda: self._in_hand != step)
             batch = self._batches.get(step)
         is_ready = batch is not None
         if batch is None:
-            batch = self._read(self.split, step, self.order_seed, self._mixture)
+            batch = self._read(self.split, step, self.order_seed, mixture)
             with self._changed:
                 self._keep(batch)
         self._count(1, int(is_ready), self._clock() - started)
@@ -166,6 +174,21 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _follow(self, mixture: Mixture, step: int) -> None:
+        """Go by what a caller knows of the mixture, if it knows more, or other things."""
+        known = self._mixture
+        if not known.agrees_with(mixture):
+            # Another attempt decided otherwise: what was read ahead is not its future.
+            self._batches.clear()
+            self._aim = None
+        elif known.first <= step * self.batch_size and (
+            known.end is None or (mixture.end is not None and mixture.end <= known.end)
+        ):
+            # A rank that lags knows less, and nothing else.
+            return
+        self._mixture = mixture
+        self._changed.notify_all()
+
     def _re_aim(self, step: int) -> None:
         """Read on from here, unless this is a rank that lags a little behind the others."""
         aim = self._aim
@@ -187,7 +210,9 @@ class Loader:
     def _next(self) -> int | None:
         if self._aim is None:
             return None
-        ahead = range(self._aim, self._aim + self._prefetch)
+        end = self._mixture.end
+        last = self._aim + self._prefetch
+        ahead = range(self._aim, last if end is None else min(last, end // self.batch_size))
         return next((step for step in ahead if step not in self._batches), None)
 
     def _read_ahead(self) -> None:
@@ -197,10 +222,10 @@ class Loader:
                 step = self._next()
                 if self._is_closed or step is None:
                     return
-                self._in_hand = step
+                self._in_hand, mixture = step, self._mixture
             batch: Batch | None = None
             try:
-                batch = self._read(self.split, step, self.order_seed, self._mixture)
+                batch = self._read(self.split, step, self.order_seed, mixture)
             except (
                 Exception
             ):  # The thread must live; who asks for this step meets the error itself.
@@ -209,7 +234,7 @@ class Loader:
                 self._in_hand = None
                 if batch is None:
                     self._aim = None
-                else:
+                elif mixture.agrees_with(self._mixture):
                     self._keep(batch)
                 self._changed.notify_all()
 

@@ -79,9 +79,9 @@ class LoaderServer:
             spec.mixture,
         )
 
-    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None = None) -> Batch:
         """One rank's part of a step's batch; the whole is read once for all ranks."""
-        batch = self._loader.batch(step).slice_for_rank(rank, world_size)
+        batch = self._loader.batch(step, mixture).slice_for_rank(rank, world_size)
         self._measure(self._loader.stats())
         return batch
 
@@ -145,8 +145,10 @@ class LoaderClient:
     def __init__(self, handle: Any, timeout_s: float) -> None:
         self._handle, self._timeout_s = handle, timeout_s
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """One rank's part of a step's batch.
+    def batch(
+        self, step: int, rank: int = 0, world_size: int = 1, mixture: Mixture | None = None
+    ) -> Batch:
+        """One rank's part of a step's batch; `mixture` as for `Loader.batch`.
 
         Raises:
             DeadlineExceededError: It did not come in time; names the step.
@@ -154,7 +156,8 @@ class LoaderClient:
             NotFoundError: There is no such dataset.
             IntegrityError: A block of a shard is damaged; names shard and block.
         """
-        return self._call(self._handle.batch, f"the batch of step {step}", step, rank, world_size)
+        what = f"the batch of step {step}"
+        return self._call(self._handle.batch, what, step, rank, world_size, mixture)
 
     def eval_batch(self, index: int, rank: int = 0, world_size: int = 1) -> Batch:
         """One rank's part of a batch of held-out samples; raises as `batch` does."""
@@ -169,7 +172,7 @@ class LoaderClient:
         )
         return stats
 
-    def _call(self, method: Any, what: str, *args: int) -> Batch:
+    def _call(self, method: Any, what: str, *args: Any) -> Batch:
         batch: Batch = call(method, *args, timeout_s=self._timeout_s, what=what)
         # What came through the object store is read-only, which torch.from_numpy warns about.
         return Batch(batch.step, _owned(batch.ids), _owned(batch.tokens))

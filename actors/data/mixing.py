@@ -4,8 +4,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from eagleray.actors.data.dataset import Dataset, Split
+from eagleray.actors.data.mixer import Mixer, MixerSpec
 from eagleray.actors.data.mixture import Mixture, named_weights
-from eagleray.platform.config import DataConfig, FixedMixtureConfig, PhasedMixtureConfig
+from eagleray.platform.config import (
+    BanditMixtureConfig,
+    DataConfig,
+    DoremiMixtureConfig,
+    FixedMixtureConfig,
+    PhasedMixtureConfig,
+)
 from eagleray.platform.errors import DataError
 
 
@@ -17,7 +24,7 @@ def stratified(sizes: Sequence[int]) -> Mixture:
 def mixture_for(
     data: DataConfig, dataset: Dataset, batch_size: int, steps: int, split: Split = "train"
 ) -> Mixture:
-    """What the batches of a run are drawn from.
+    """What the batches of a run are drawn from; of one that follows the losses, the beginning.
 
     Args:
         data: Names the domains' weights, and whether a domain may be read more than once.
@@ -31,10 +38,19 @@ def mixture_for(
             there is and `data.on_exhausted` is fail.
     """
     sizes = dataset.sizes(split)
+    if spec := mixer_spec(data, dataset):
+        return Mixer(spec, batch_size).mixture
     mixture = _planned(data, dataset.domains, sizes, batch_size)
     if data.on_exhausted == "fail":
         _check_enough(mixture, dataset.domains, sizes, batch_size, steps)
     return mixture
+
+
+def mixer_spec(data: DataConfig, dataset: Dataset) -> MixerSpec | None:
+    """What decides the weights during the run; None if they are known beforehand."""
+    if isinstance(data.mixture, DoremiMixtureConfig | BanditMixtureConfig):
+        return MixerSpec(data.mixture, dataset.domains, dataset.sizes("train"))
+    return None
 
 
 def _planned(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +55,21 @@ class Segment:
 
 
 class Mixture:
-    """Segments in the order of their positions. Immutable; `then` makes a longer one."""
+    """Segments in the order of their positions. Immutable; `then` makes a longer one.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segments)
+    Args:
+        segments: At least one.
+        end: First position whose domain is not decided yet; None: all are.
+    """
+
+    def __init__(self, segments: Sequence[Segment], end: int | None = None) -> None:
+        self.segments, self.end = tuple(segments), end
         self._firsts = np.array([segment.first for segment in segments], dtype=np.int64)
+
+    @property
+    def first(self) -> int:
+        """First position that it says something about."""
+        return self.segments[0].first
 
     @classmethod
     def constant(cls, weights: Sequence[Fraction]) -> "Mixture":
@@ -85,21 +96,43 @@ class Mixture:
             if repeats is not None:
                 first += repeats * sum(quotas)
                 drawn = added[-1].drawn_at(first)
-        return Mixture([*kept, *added])
+        return Mixture([*kept, *added], self.end)
+
+    def until(self, end: int) -> "Mixture":
+        """The same, decided up to a position."""
+        return Mixture(self.segments, end)
+
+    def since(self, position: int) -> "Mixture":
+        """What is needed from a position on."""
+        return Mixture(self.segments[self._at(position) :], self.end)
+
+    def agrees_with(self, other: "Mixture") -> bool:
+        """Whether both draw the same wherever both have decided."""
+        start = max(self.segments[0].first, other.segments[0].first)
+        ends = [end for end in (self.end, other.end) if end is not None]
+        if ends and start >= min(ends):
+            return True
+        mine, others = (
+            [s for s in m.since(start).segments if not ends or s.first < min(ends)]
+            for m in (self, other)
+        )
+        return mine == others
 
     def draw(self, first: int, count: int) -> tuple[IntArray, IntArray]:
         """(domain, how many of that domain were drawn before) of each position, int64 [B] each.
 
         Raises:
-            ValueError: The positions begin before the first segment.
+            ValueError: The positions begin before the first segment, or are not decided yet.
         """
         if first < self.segments[0].first:
             raise ValueError(f"position {first} is before {self.segments[0].first}")
+        if self.end is not None and first + count > self.end:
+            raise ValueError(f"positions up to {first + count} are decided up to {self.end} only")
         domain_B = np.empty(count, dtype=np.int64)
         index_B = np.empty(count, dtype=np.int64)
         done = 0
         while done < count:
-            at = int(np.searchsorted(self._firsts, first + done, side="right")) - 1
+            at = self._at(first + done)
             is_last = at + 1 == len(self.segments)
             stop = count if is_last else min(count, int(self._firsts[at + 1]) - first)
             domain_B[done:stop], index_B[done:stop] = _draw(
@@ -110,26 +143,35 @@ class Mixture:
 
     def drawn_at(self, position: int) -> tuple[int, ...]:
         """How many samples of each domain come before a position."""
-        at = int(np.searchsorted(self._firsts, position, side="right")) - 1
-        return self.segments[at].drawn_at(position)
+        return self.segments[self._at(position)].drawn_at(position)
 
-    def state(self) -> list[list[object]]:
+    def state(self) -> dict[str, Any]:
         """Plain values from which `from_state` makes an equal mixture."""
-        return [[s.first, list(s.drawn), list(s.quotas)] for s in self.segments]
+        segments = [[s.first, list(s.drawn), list(s.quotas)] for s in self.segments]
+        return {"segments": segments, "end": self.end}
 
     @classmethod
-    def from_state(cls, state: Sequence[Sequence[object]]) -> "Mixture":
+    def from_state(cls, state: Mapping[str, Any]) -> "Mixture":
         """The mixture that `state` described."""
-        return cls([Segment(first, tuple(drawn), tuple(quotas)) for first, drawn, quotas in state])  # type: ignore[arg-type]  # plain JSON values
+        segments = [
+            Segment(first, tuple(drawn), tuple(quotas))
+            for first, drawn, quotas in state["segments"]
+        ]
+        return cls(segments, state["end"])
+
+    def _at(self, position: int) -> int:
+        return int(np.searchsorted(self._firsts, position, side="right")) - 1
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mixture) and self.segments == other.segments
+        return (
+            isinstance(other, Mixture) and self.segments == other.segments and self.end == other.end
+        )
 
     def __hash__(self) -> int:
-        return hash(self.segments)
+        return hash((self.segments, self.end))
 
     def __repr__(self) -> str:
-        return f"Mixture({list(self.segments)!r})"
+        return f"Mixture({list(self.segments)!r}, end={self.end})"
 
 
 def exact(weight: float) -> Fraction:

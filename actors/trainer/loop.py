@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot, load_arrays, take_arrays
+from eagleray.actors.data.mixer import Mixer, MixerSpec
+from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.data.order import domains_of
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper
 from eagleray.platform.config import TrainConfig
@@ -43,8 +46,8 @@ class RankBatch(Protocol):
 class BatchSource(Protocol):
     """Hands out batches; any step may be asked for, in any order, and answers alike each time."""
 
-    def batch(self, step: int, rank: int, world_size: int) -> RankBatch:
-        """This rank's part of a step's global batch."""
+    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> RankBatch:
+        """This rank's part of a step's global batch, drawn by `mixture` if there is one."""
 
     def eval_batch(self, index: int) -> np.ndarray:
         """Held-out tokens int32 [B, T + 1]; the same for the same index."""
@@ -91,6 +94,8 @@ class LoopSpec:
     train: TrainConfig
     model: DecoderConfig
     seq_len: int
+    mixer: MixerSpec | None = None
+    """What decides the domains' weights on the way; None: they are known beforehand."""
 
 
 @dataclass
@@ -144,17 +149,23 @@ def run_loop(
     torch.manual_seed((train.seed * 1_000_003 + seat.rank) % _MAX_SEED)
     if restored:
         _restore(restored, seat, model, stepper)
+    mixer = _mixer(spec, restored, seat)
 
     samples: list[np.ndarray] = []
     first_step = start
     evaluated: dict[int, float] = {}  # step -> held-out loss
     window = _Window(clock())
+    # What the mixer decided since the last row, and by which losses.
+    decided: tuple[dict[str, float] | None, dict[str, float | None] | None] = (None, None)
     for step in range(start, train.steps):
         asked = clock()
-        batch = source.batch(step, seat.rank, seat.world_size)
+        mixture = mixer.mixture.since(step * train.batch_size) if mixer else None
+        batch = source.batch(step, seat.rank, seat.world_size, mixture)
         window.add("data", clock() - asked)
-        result = stepper.step(step, batch.tokens)
+        result = stepper.step(step, batch.tokens, wants_losses=mixer is not None)
         samples.append(batch.ids)
+        if mixer and result.loss_B is not None:
+            mixer.add(domains_of(batch.ids, mixer.sizes), result.loss_B, spec.seq_len)
         window.steps += 1
         window.loss_sum += result.loss_sum
         window.tokens += result.tokens
@@ -162,6 +173,9 @@ def run_loop(
         window.add("communication", result.communication_s)
         done = step + 1
         is_last = done == train.steps
+        if mixer and mixer.is_due(done):
+            _decide(mixer, seat)
+            decided = mixer.weights, mixer.losses
         if is_last or done % train.eval.every_steps == 0:
             begun = clock()
             evaluated[done] = _evaluate(stepper, source, train.eval.num_batches, seat)
@@ -178,16 +192,19 @@ def run_loop(
             row = StepRow(
                 attempt, done, loss_sum / tokens, result.grad_norm, result.lr, tokens / elapsed,
                 flops / elapsed / peak, **_seconds(window),
-                eval_loss=evaluated.get(done),
+                eval_loss=evaluated.get(done), weights=decided[0], domain_losses=decided[1],
             )  # fmt: skip
             stop = reporter.report(row) if seat.rank == 0 else None
             is_last = is_last or bool(_from_rank_zero(int(stop is not None), seat))
-            window = _Window(clock())
+            window, decided = _Window(clock()), (None, None)
         if is_last or done % train.checkpoint.every_steps == 0:
             begun = clock()
             arrays = take_arrays(model, stepper.optimizer) if seat.rank == 0 else {}
             arrays[_rng_name(seat.rank)] = torch.get_rng_state().numpy().copy()
             meta: dict[str, Any] = {"eval_loss": evaluated[done]} if done in evaluated else {}
+            if mixer:
+                _gather(mixer, seat)
+                meta["mixer"] = mixer.state()
             sink.submit(
                 Snapshot(
                     done,
@@ -208,6 +225,41 @@ def run_loop(
     # The attempt before died after its last step: its state may be in the store's memory alone.
     sink.flush()
     return start
+
+
+def _mixer(spec: LoopSpec, restored: Checkpoint | None, seat: Seat) -> Mixer | None:
+    if spec.mixer is None:
+        return None
+    mixer = Mixer(spec.mixer, spec.train.batch_size)
+    if restored:
+        mixer.load_state(restored.meta["mixer"], is_first=seat.rank == 0)
+    return mixer
+
+
+def _decide(mixer: Mixer, seat: Seat) -> None:
+    """Let rank 0 choose the next weights from the losses of all ranks, and tell the others."""
+    sums = _sums_over_ranks(mixer.sums(), seat)
+    quotas = [0] * len(mixer.sizes)
+    if seat.rank == 0:
+        mixer.decide(sums)
+        quotas = mixer.quotas()
+    mixer.apply([_from_rank_zero(quota, seat) for quota in quotas])
+
+
+def _gather(mixer: Mixer, seat: Seat) -> None:
+    """Bring the sums of an interval that goes on to rank 0, whose state is saved."""
+    sums = _sums_over_ranks(mixer.sums(), seat)
+    if seat.rank == 0:
+        mixer.keep(sums)
+
+
+def _sums_over_ranks(sums: np.ndarray, seat: Seat) -> np.ndarray:
+    if seat.world_size == 1:
+        return sums
+    tensor = torch.from_numpy(sums).to(_group_device())
+    dist.all_reduce(tensor)
+    summed: np.ndarray = tensor.cpu().numpy()
+    return summed
 
 
 def measure_peak_flops(device: str, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -24,3 +24,7 @@ class StepRow:
     checkpoint_s: float
     eval_s: float
     eval_loss: float | None = None
+    weights: dict[str, float] | None = None
+    """Weight of each domain, if a mixture that follows the losses decided since the row before."""
+    domain_losses: dict[str, float | None] | None = None
+    """The losses that it decided by."""

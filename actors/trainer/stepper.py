@@ -28,6 +28,8 @@ class StepResult:
     lr: float
     compute_s: float
     communication_s: float
+    loss_B: np.ndarray | None = None
+    """Mean loss of each sequence, float64, if it was asked for."""
 
 
 class NonFiniteLossError(RuntimeError):
@@ -64,12 +66,13 @@ class Stepper:
         self._device = torch.device(config.device)
         self._clock = clock
 
-    def step(self, step: int, tokens_BT1: np.ndarray) -> StepResult:
+    def step(self, step: int, tokens_BT1: np.ndarray, *, wants_losses: bool = False) -> StepResult:
         """Train on this rank's part of the global batch.
 
         Args:
             step: Number of the step, from 0.
             tokens_BT1: int32 [B, T + 1]: inputs and, shifted by one, targets.
+            wants_losses: Give the loss of each sequence as well.
 
         Raises:
             NonFiniteLossError: The loss or gradient norm is not a finite number.
@@ -79,11 +82,13 @@ class Stepper:
         tokens = torch.from_numpy(tokens_BT1.astype(np.int64)).to(self._device)
         chunks = torch.split(tokens, self.config.micro_batch_size)
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum = 0.0
+        loss_sum, losses = 0.0, []
         for index, chunk in enumerate(chunks):
             if index == len(chunks) - 1:
                 self._reducer.arm()
-            loss = self._loss(chunk) * (len(chunk) / len(tokens))
+            loss_b = self._losses(chunk)
+            loss = loss_b.mean() * (len(chunk) / len(tokens))
+            losses.append(loss_b.detach())
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * tokens.shape[0] * (tokens.shape[1] - 1)
         computed = self._clock()
@@ -100,7 +105,8 @@ class Stepper:
         ended = self._clock()
         count = tokens.shape[0] * (tokens.shape[1] - 1)
         compute_s = (computed - started) + (ended - reduced)
-        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed)
+        by_sequence = torch.cat(losses).double().cpu().numpy() if wants_losses else None
+        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed, by_sequence)
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: np.ndarray) -> tuple[float, int]:
@@ -108,10 +114,11 @@ class Stepper:
         total = 0.0
         tokens = torch.from_numpy(tokens_BT1.astype(np.int64)).to(self._device)
         for chunk in torch.split(tokens, self.config.micro_batch_size):
-            total += self._loss(chunk).item() * chunk.shape[0] * (chunk.shape[1] - 1)
+            total += self._losses(chunk).sum().item() * (chunk.shape[1] - 1)
         return total, tokens.shape[0] * (tokens.shape[1] - 1)
 
-    def _loss(self, tokens_BT1: torch.Tensor) -> torch.Tensor:
+    def _losses(self, tokens_BT1: torch.Tensor) -> torch.Tensor:
+        """Mean loss of each sequence, float32 [B]."""
         precision = (
             torch.autocast(self._device.type, dtype=torch.bfloat16)
             if self.config.precision == "bf16"
@@ -119,7 +126,11 @@ class Stepper:
         )
         with precision:
             logits_BTV = self.model(tokens_BT1[:, :-1])
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT1[:, 1:].flatten())
+        targets_BT = tokens_BT1[:, 1:]
+        losses = F.cross_entropy(
+            logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="none"
+        )
+        return losses.view_as(targets_BT).mean(dim=1)
 
 
 def make_optimizer(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:

@@ -15,6 +15,7 @@ import ray.train
 from eagleray.actors.checkpoint.client import StoreClient
 from eagleray.actors.data.loader import Batch
 from eagleray.actors.data.loader_actor import LoaderClient
+from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import Fatal
 from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
@@ -41,9 +42,9 @@ class LoaderSource:
     def __init__(self, client: LoaderClient) -> None:
         self._client = client
 
-    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> Batch:
         """This rank's part of a step's global batch."""
-        return self._client.batch(step, rank, world_size)
+        return self._client.batch(step, rank, world_size, mixture)
 
     def eval_batch(self, index: int) -> np.ndarray:
         """Held-out tokens."""

@@ -1,9 +1,11 @@
 """The typed tree behind `eagleray.yaml`: sections, loading, overrides, schema."""
 
 from eagleray.platform.config.data import (
+    BanditMixtureConfig,
     BpeConfig,
     Condition,
     DataConfig,
+    DoremiMixtureConfig,
     FeatureCacheConfig,
     FixedMixtureConfig,
     MixtureConfig,
@@ -48,6 +50,7 @@ __all__ = [
     "CONFIG_NAME",
     "AdamWConfig",
     "AshaConfig",
+    "BanditMixtureConfig",
     "BpeConfig",
     "CheckpointConfig",
     "ChoiceSpace",
@@ -55,6 +58,7 @@ __all__ = [
     "Condition",
     "ConfigError",
     "DataConfig",
+    "DoremiMixtureConfig",
     "EvalConfig",
     "FeatureCacheConfig",
     "FixedMixtureConfig",

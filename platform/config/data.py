@@ -125,6 +125,35 @@ class PhasedMixtureConfig(Section):
         return self
 
 
+class _OnlineMixtureConfig(Section):
+    """What policies that follow the losses share."""
+
+    every_steps: int = Field(default=20, ge=1)
+    """Steps of an interval; its losses decide the weights of the interval after the next."""
+    floor: float = Field(default=0.02, ge=0, le=1)
+    """Smallest share of a domain."""
+
+
+class DoremiMixtureConfig(_OnlineMixtureConfig):
+    """More of the domains whose loss is above a reference (arXiv:2305.10429)."""
+
+    kind: Literal["doremi"]
+    reference: dict[Name, Annotated[float, Field(ge=0)]] = Field(default={})
+    """Domain -> loss in nats per token that counts as learnt; 0 for one that is not named."""
+    rate: float = Field(default=1.0, gt=0)
+    """How fast weights follow the excess."""
+
+
+class BanditMixtureConfig(_OnlineMixtureConfig):
+    """More of the domains with the higher loss, after some exploration (arXiv:2312.02406)."""
+
+    kind: Literal["bandit"]
+    decay: float = Field(default=0.8, ge=0, lt=1)
+    """Share of the past in the running loss of a domain."""
+    temperature: float = Field(default=0.1, gt=0)
+    """Below 1 small differences count more."""
+
+
 def _mixture_kind(value: Any) -> Any:
     if isinstance(value, dict):
         return value.get("kind", "stratified")
@@ -134,11 +163,13 @@ def _mixture_kind(value: Any) -> Any:
 MixtureConfig = Annotated[
     Annotated[StratifiedMixtureConfig, Tag("stratified")]
     | Annotated[FixedMixtureConfig, Tag("fixed")]
-    | Annotated[PhasedMixtureConfig, Tag("phased")],
+    | Annotated[PhasedMixtureConfig, Tag("phased")]
+    | Annotated[DoremiMixtureConfig, Tag("doremi")]
+    | Annotated[BanditMixtureConfig, Tag("bandit")],
     Discriminator(
         _mixture_kind,
         custom_error_type="mixture_kind",
-        custom_error_message="kind must be stratified, fixed or phased",
+        custom_error_message="kind must be stratified, fixed, phased, doremi or bandit",
     ),
 ]
 """How much of each domain is trained on, when; without `kind` it is stratified."""
@@ -189,10 +220,28 @@ class DataConfig(Section):
         elif isinstance(mixture, PhasedMixtureConfig):
             for number, phase in enumerate(mixture.phases, start=1):
                 self._weigh(f"mixture, phase {number}", phase.weights)
+        elif isinstance(mixture, _OnlineMixtureConfig):
+            if mixture.floor * len(self.domains) > 1:
+                raise ValueError(
+                    f"mixture.floor {mixture.floor} for each of {len(self.domains)} domains is "
+                    "more than there is"
+                )
+            if isinstance(mixture, DoremiMixtureConfig):
+                self._check_names("mixture.reference", mixture.reference)
+            if self.on_exhausted == "fail":
+                raise ValueError(
+                    f"on_exhausted: fail needs weights that are known beforehand, and kind "
+                    f"{mixture.kind} decides them as it goes"
+                )
         return self
 
     def _weigh(self, where: str, weights: dict[str, float]) -> None:
-        for name in weights:
+        self._check_names(where, weights)
+        if not any(weights.values()):
+            raise ValueError(f"{where}: no weight is above 0")
+
+    def _check_names(self, where: str, named: dict[str, float]) -> None:
+        for name in named:
             if name not in self.domains:
                 meant = near(name, self.domains)
                 raise ValueError(
@@ -200,5 +249,3 @@ class DataConfig(Section):
                     f"({', '.join(self.domains) or 'none'})"
                     + (f": did you mean {meant!r}?" if meant else "")
                 )
-        if not any(weights.values()):
-            raise ValueError(f"{where}: no weight is above 0")

@@ -295,11 +295,12 @@ class Project:
             follow(Progress.none())  # So that it is known which run starts.
             cluster = stack.enter_context(session(self.loaded, need, meanwhile=_import_trainer))
             redis_url = stack.enter_context(self._redis())
+            from eagleray.actors.data.mixing import mixer_spec
             from eagleray.actors.trainer.finish import finish_run
             from eagleray.actors.trainer.loop import LoopSpec
             from eagleray.actors.trainer.trainer import Training
 
-            spec = LoopSpec(train, model, dataset.seq_len)
+            spec = LoopSpec(train, model, dataset.seq_len, mixer_spec(self.config.data, dataset))
             cluster.wait_for_resources(need)
             self._note_dataset(run_id, dataset)
             training = Training(self.config, self.storage, run_id, spec, dataset, redis_url)

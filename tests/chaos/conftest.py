@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,10 @@ CONFIG = """\
 name: tiny
 storage: {uri: store}
 data:
-  sources: [{path: docs.jsonl}]
+  sources:
+    - {path: docs.jsonl, domain: short, where: {words: {max: 99}}}
+    - {path: docs.jsonl, domain: long, where: {words: {min: 100}}}
+  mixture: {kind: bandit, every_steps: 8, temperature: 0.01}
   tokenizer: {vocab_size: 300}
   seq_len: 16
   eval_fraction: 0.1
@@ -42,10 +46,10 @@ tune:
 
 
 def write_project(folder: Path) -> Path:
-    """A project with 120 documents of a few words each."""
+    """A project with 120 documents of a few words each, in two domains by their length."""
     draw = random.Random(1)
     texts = [" ".join(draw.choices(WORDS, k=draw.randint(50, 150))) for _ in range(120)]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    lines = [json.dumps({"text": text, "words": len(text.split())}) + "\n" for text in texts]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "docs.jsonl").write_text("".join(lines))
     (folder / "eagleray.yaml").write_text(CONFIG)
@@ -65,10 +69,21 @@ def make_project(
     return make
 
 
+@dataclass
+class Watched:
+    """A run that nothing disturbs, and what was seen of it."""
+
+    run: TrainedRun
+    addresses: set[str]
+    """What its processes listened on."""
+    weights: list[dict[str, float]]
+    """What its mixture decided."""
+
+
 @pytest.fixture(scope="session")
-def watched(make_project: Callable[..., Project]) -> tuple[TrainedRun, set[str]]:
-    """A run that nothing disturbs, and the addresses that its processes listened on."""
-    addresses: set[str] = set()
+def watched(make_project: Callable[..., Project]) -> Watched:
+    """One run for all tests that need an undisturbed one."""
+    project, addresses = make_project(), set[str]()
 
     def look(_: str, progress: Progress) -> None:
         if progress.rows:
@@ -77,12 +92,13 @@ def watched(make_project: Callable[..., Project]) -> tuple[TrainedRun, set[str]]
                     connections = process.net_connections("inet")
                     addresses.update(c.laddr.ip for c in connections if c.status == "LISTEN")
 
-    run = make_project().train(look)
+    run = project.train(look)
     assert (run.attempts, run.steps, run.missing, run.doubled) == (1, 200, 0, 0)
-    return run, addresses
+    rows = project.runs.metrics(run.run_id)
+    return Watched(run, addresses, [row["weights"] for row in rows if row.get("weights")])
 
 
 @pytest.fixture(scope="session")
-def undisturbed(watched: tuple[TrainedRun, set[str]]) -> TrainedRun:
+def undisturbed(watched: Watched) -> TrainedRun:
     """The run that the disturbed ones must equal."""
-    return watched[0]
+    return watched.run

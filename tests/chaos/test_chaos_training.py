@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,8 +75,14 @@ def assert_same(run: TrainedRun, undisturbed: TrainedRun) -> None:
     assert run.eval_loss == undisturbed.eval_loss
 
 
-def test_nothing_of_a_run_listens_beyond_loopback(watched: tuple[TrainedRun, set[str]]) -> None:
-    assert {address.removeprefix("::ffff:") for address in watched[1]} == {"127.0.0.1"}
+def test_nothing_of_a_run_listens_beyond_loopback(watched: Any) -> None:
+    assert {address.removeprefix("::ffff:") for address in watched.addresses} == {"127.0.0.1"}
+
+
+def test_the_weights_of_the_domains_follow_the_losses(watched: Any) -> None:
+    # The runs below must decide alike after each kill, or they would end with other weights.
+    assert len(watched.weights) == 200 // 8
+    assert len({weights["long"] for weights in watched.weights}) > 5
 
 
 def test_killed_workers_cost_neither_bits_nor_samples(

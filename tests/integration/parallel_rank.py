@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
+from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.config import CheckpointConfig, ProjectConfig, with_overrides
@@ -37,7 +38,7 @@ class Batch:
 
 
 class Source:
-    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None = None) -> Batch:
         ids = np.arange(step * BATCH, (step + 1) * BATCH)
         return Batch(np.split(ids, world_size)[rank])
 

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from eagleray.actors.cache import FeatureCache, open_cache
 from eagleray.actors.data import Dataset, batch_ids
 from eagleray.actors.data.loader import Batch, Loader
 from eagleray.actors.data.loader_actor import LoaderServer, LoaderSpec
+from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.data.order import mixed_batch_ids
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.errors import IntegrityError, NotFoundError
 
@@ -195,3 +198,68 @@ def test_the_actors_logic_cuts_slices_and_opens_its_dataset_on_the_first_call(bu
     missing = LoaderServer(LoaderSpec(dataset.folder.parents[1], "0" * 64, 3, 6))
     with pytest.raises(NotFoundError):
         missing.batch(0, 0, 1)
+
+
+def decided(end: int, *later: tuple[int, int]) -> Mixture:
+    """Equal weights of two domains up to `end`, then others, each for 40 samples."""
+    mixture = Mixture.constant([Fraction(1), Fraction(1)]).until(end)
+    for weights in later:
+        assert mixture.end is not None
+        first = mixture.end
+        mixture = mixture.then(first, [Fraction(w) for w in weights], 40).until(first + 40)
+    return mixture
+
+
+@pytest.fixture
+def two_domains(build: Build) -> Dataset:
+    paths = {"a": "raw/a.jsonl", "b": "raw/b.jsonl"}
+    return build(sources=[{"path": path, "domain": name} for name, path in paths.items()])
+
+
+def plain_ids(dataset: Dataset, mixture: Mixture, step: int) -> list[int]:
+    return mixed_batch_ids(0, dataset.sizes("train"), mixture, step, 4).tolist()
+
+
+def test_nothing_is_read_ahead_that_is_not_decided(
+    two_domains: Dataset, until: Callable[..., None]
+) -> None:
+    short, longer = decided(40), decided(40, (3, 1))
+    with Loader(two_domains, "train", 0, 4, None, 6, short) as loader:
+        assert loader.batch(7).ids.tolist() == plain_ids(two_domains, longer, 7)
+        until(lambda: {8, 9} <= loader._batches.keys(), "the batches that are decided")
+        assert max(loader._batches) == 9
+        with pytest.raises(ValueError, match="decided up to 40 only"):
+            loader.batch(10)
+        loader.batch(8, longer)
+        until(lambda: 14 in loader._batches, "batches of the next weights")
+        for step in range(10, 15):
+            assert loader.batch(step).ids.tolist() == plain_ids(two_domains, longer, step)
+
+
+def test_a_rank_that_knows_less_is_answered_alike(two_domains: Dataset) -> None:
+    short, longer = decided(40), decided(40, (3, 1), (1, 3))
+    with Loader(two_domains, "train", 0, 4, None, 0, short) as loader:
+        for step, known in ((9, short), (12, longer.since(48)), (11, decided(40, (3, 1)))):
+            ids = loader.batch(step, known).ids.tolist()
+            assert ids == plain_ids(two_domains, longer, step)
+
+
+def test_another_attempts_decisions_replace_what_was_read_ahead(
+    two_domains: Dataset, until: Callable[..., None]
+) -> None:
+    first, second = decided(40, (3, 1)), decided(40, (1, 3))
+    with Loader(two_domains, "train", 0, 4, None, 4, first) as loader:
+        loader.batch(9)
+        until(lambda: 12 in loader._batches, "batches by the first attempt's weights")
+        for step in range(10, 18):
+            ids = loader.batch(step, second.since(40)).ids.tolist()
+            assert ids == plain_ids(two_domains, second, step)
+
+
+def test_an_attempt_that_starts_over_further_back_is_answered(two_domains: Dataset) -> None:
+    whole = decided(40, (3, 1), (1, 3), (2, 2))
+    with Loader(two_domains, "train", 0, 4, None, 0, decided(40)) as loader:
+        loader.batch(35, whole.since(120))
+        earlier = decided(40, (3, 1)).since(40)
+        assert loader.batch(12, earlier).ids.tolist() == plain_ids(two_domains, whole, 12)
+        assert loader.batch(35, whole.since(120)).ids.tolist() == plain_ids(two_domains, whole, 35)

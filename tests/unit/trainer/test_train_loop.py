@@ -11,6 +11,9 @@ import torch
 from eagleray.actors.checkpoint.samples import SampleLog, audit
 from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
+from eagleray.actors.data.mixer import MixerSpec
+from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.data.order import mixed_batch_ids
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
 from eagleray.actors.trainer.schedule import learning_rate
@@ -18,6 +21,7 @@ from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper, make_optimizer
 from eagleray.platform.config import (
     AdamWConfig,
+    BanditMixtureConfig,
     CheckpointConfig,
     ProjectConfig,
     ScheduleConfig,
@@ -48,7 +52,9 @@ class FakeSource:
     def __init__(self, batch_size: int = 4) -> None:
         self._batch_size = batch_size
 
-    def batch(self, step: int, rank: int, world_size: int) -> FakeBatch:
+    def batch(
+        self, step: int, rank: int, world_size: int, mixture: Mixture | None = None
+    ) -> FakeBatch:
         ids = np.arange(step * self._batch_size, (step + 1) * self._batch_size)
         tokens = (ids[:, None] + np.arange(SEQ_LEN + 1)) % 50
         return FakeBatch(ids, tokens.astype(np.int32))
@@ -297,3 +303,59 @@ def test_the_first_fatal_failure_counts_and_reaches_every_worker(tmp_path: Path)
     recorder.fault("rank 1: gone", [1])
     recorder.event("note", {"a": 1})
     assert [e["event"] for e in runs.events(run_id)] == ["attempt", "fatal", "fault", "note"]
+
+
+class MixedSource(FakeSource):
+    """Two domains, the second with tokens that cannot be guessed; notes what was drawn."""
+
+    SIZES = (60, 40)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[int, list[int]] = {}
+
+    def batch(
+        self, step: int, rank: int, world_size: int, mixture: Mixture | None = None
+    ) -> FakeBatch:
+        assert mixture is not None
+        ids = mixed_batch_ids(3, self.SIZES, mixture, step, 4)
+        self.drawn[step] = ids.tolist()
+        tokens = (ids[:, None] + np.arange(SEQ_LEN + 1)) % 50
+        noise = np.random.default_rng(ids[0]).integers(0, 50, tokens.shape)
+        tokens = np.where(ids[:, None] < self.SIZES[0], tokens, noise)
+        return FakeBatch(ids, tokens.astype(np.int32))
+
+    def eval_batch(self, index: int) -> np.ndarray:
+        return FakeSource().eval_batch(index)
+
+
+def mixed(
+    storage: Storage, run_id: str, source: MixedSource, killed_at: int | None = None
+) -> tuple[Checkpoint, ListReporter]:
+    store, reporter = CheckpointStore(storage, run_id, CheckpointConfig()), ListReporter()
+    mixture = BanditMixtureConfig(kind="bandit", every_steps=4, decay=0.5, temperature=0.01)
+    spec = LoopSpec(
+        config(steps=40), MODEL, SEQ_LEN, MixerSpec(mixture, ("plain", "noise"), source.SIZES)
+    )
+    run_loop(Seat(), spec, source, StoreSink(store, killed_at), reporter)
+    found = store.begin(99)
+    assert found is not None
+    return found, reporter
+
+
+def test_a_mixture_that_follows_the_losses_is_replayed_exactly_after_a_kill(tmp_path: Path) -> None:
+    whole_source, source = MixedSource(), MixedSource()
+    whole, reporter = mixed(Storage(tmp_path), "whole", whole_source)
+    weights = [row.weights["noise"] for row in reporter.rows if row.weights]
+    assert weights[-1] > 0.5
+    # Snapshots come every 3 steps, decisions every 4: each resume is inside an interval.
+    for killed_at in (6, 21, 30):
+        with pytest.raises(KeyboardInterrupt):
+            mixed(Storage(tmp_path), "parts", source, killed_at)
+    parts, _ = mixed(Storage(tmp_path), "parts", source)
+    assert source.drawn == whole_source.drawn
+    assert parts.meta["mixer"] == whole.meta["mixer"]
+    for name, array in whole.arrays.items():
+        assert np.array_equal(array, parts.arrays[name]), name
+    found = audit(SampleLog(Storage(tmp_path), "parts").chain(parts.samples), MixedSource.SIZES)
+    assert found.is_exact
