@@ -3,8 +3,10 @@
 from eagleray.actors.data.build import BuildProgress, build_dataset, last_digest
 from eagleray.actors.data.dataset import Damage, Dataset
 from eagleray.actors.data.order import batch_ids, slice_for_rank
+from eagleray.actors.data.stream import BatchStream
 
 __all__ = [
+    "BatchStream",
     "BuildProgress",
     "Damage",
     "Dataset",

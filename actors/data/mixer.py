@@ -171,7 +171,7 @@ class Mixer:
         # The largest exponent is taken off first, so that none overflows.
         exponents = np.log(self._weights) + config.rate * excess_D
         grown: FloatArray = np.exp(exponents - exponents.max())
-        return grown / grown.sum()
+        return _normalized(grown)
 
     def _bandit(
         self, mean_D: FloatArray, seen_D: npt.NDArray[np.bool_], config: BanditMixtureConfig
@@ -188,7 +188,13 @@ class Mixer:
         before, now = explored(max(1, turn - 1)), explored(turn)
         exponents = before * self._rewards / config.temperature
         soft: FloatArray = np.exp(exponents - exponents.max())
-        return (1 - num_domains * now) * soft / soft.sum() + now
+        mixed: FloatArray = (1 - num_domains * now) * _normalized(soft) + now
+        return mixed
+
+
+def _normalized(values: FloatArray) -> FloatArray:
+    shares: FloatArray = values / values.sum()
+    return shares
 
 
 def _floored(weights: Sequence[float], floor: float) -> list[float]:

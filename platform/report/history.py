@@ -42,6 +42,8 @@ class Row:
     tokens_per_s: float
     mfu: float
     parts_s: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of each domain, where a mixture that follows the losses decided."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,7 @@ def _row(entry: dict[str, Any]) -> Row | None:
         float(entry["loss"]), float(held_out) if _is_number(held_out) else None,
         _figure(entry, "grad_norm"), _figure(entry, "lr"), _figure(entry, "tokens_per_s"),
         _figure(entry, "mfu"), {part: max(0.0, _figure(entry, f"{part}_s")) for part in PARTS},
+        {str(name): float(w) for name, w in (entry.get("weights") or {}).items() if _is_number(w)},
     )  # fmt: skip
 
 

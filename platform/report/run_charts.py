@@ -22,12 +22,16 @@ from eagleray.platform.report.wording import compact, duration, loss_text, numbe
 
 _MAX_BARS = 120
 _MAX_CHECKPOINT_MARKS = 200
+_NUM_TINTS = 6
 _MAX_POINTS = 320
 """Points of one line: more are not seen on its width, and the page must stay small."""
 
 
 def run_charts(history: History, planned_steps: int) -> list[Chart]:
-    """Loss, throughput, gradient norm, MFU, learning rate, time split; none without rows."""
+    """Loss, throughput, gradient norm, MFU, learning rate, time split, decided weights of domains.
+
+    None without rows.
+    """
     if not history.rows:
         return []
     steps: Scale = StepScale(0, max(planned_steps, *(row.step for row in history.rows), 1))
@@ -46,6 +50,7 @@ def run_charts(history: History, planned_steps: int) -> list[Chart]:
                  "share of a matrix product's FLOP/s, over time", lambda row: row.mfu, percent),
         _by_step(history, steps, "rate", "Learning rate", "over steps", lambda row: row.lr),
         _split(history, times),
+        *_weights(history, steps),
     ]  # fmt: skip
 
 
@@ -142,6 +147,32 @@ def _by_time(
         lines=tuple(lines), marks=time_marks(history), bands=down_bands(history),
         legend=(LegendItem(name, "median", words(median(values))),),
     )  # fmt: skip
+
+
+def _weights(history: History, steps: Scale) -> list[Chart]:
+    """What a mixture that follows the losses decided; nothing for any other."""
+    rows = [row for row in history.kept if row.weights]
+    if not rows:
+        return []
+    last = rows[-1].weights
+    tints = {name: f"domain-{number % _NUM_TINTS}" for number, name in enumerate(last)}
+
+    def line(name: str) -> Line:
+        points = _points(rows, lambda row: row.weights.get(name, 0.0), percent)
+        return Line(name, tints[name], points)
+
+    about = f"Weights at step {rows[-1].step}: " + ", ".join(
+        f"{name} {percent(weight)}" for name, weight in last.items()
+    )
+    scale = fit_linear((w for row in rows for w in row.weights.values()), from_zero=True)
+    return [
+        Chart(
+            "weights", "Weights of the domains", "decided, over steps", f"{about}.", steps,
+            PercentScale(scale.low, scale.high, scale.step), lines=tuple(map(line, last)),
+            marks=_step_marks(history),
+            legend=tuple(LegendItem(tints[name], name, percent(last[name])) for name in last),
+        )
+    ]  # fmt: skip
 
 
 def _split(history: History, times: Scale) -> Chart:

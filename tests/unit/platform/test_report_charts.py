@@ -116,6 +116,22 @@ def test_a_run_has_six_charts_with_its_fault_in_each() -> None:
     assert "from 8.990 at step 1 to 8.850 at step 15" in loss.about
 
 
+def test_weights_that_follow_the_losses_are_drawn_where_they_were_decided() -> None:
+    rows = [raw_row(1, step, 10.0 + step) for step in range(1, 9)]
+    for row in rows[3::4]:
+        row["weights"] = {"old": 0.25, "new <b>": 0.75}
+    rows[1]["weights"] = {"old": "much", "new <b>": float("nan")}
+    chart = run_charts(read_history(STATE, read_rows(rows), []), 0)[-1]
+    assert chart.name == "weights"
+    assert [(line.name, [point.x for point in line.points]) for line in chart.lines] == [
+        ("old", [4, 8]),
+        ("new <b>", [4, 8]),
+    ]
+    assert chart.legend[1] == LegendItem("domain-1", "new <b>", "75 %")
+    assert "new <b> 75 %" in chart.about
+    parsed(draw(chart, WIDE))
+
+
 def test_shares_of_time_add_up_and_bars_do_not_overlap() -> None:
     split = run_charts(faulty(), 0)[-1]
     for bar in split.bars:
