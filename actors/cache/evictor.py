@@ -1,4 +1,4 @@
-"""Keeps the values in Redis within a byte budget by LRU-K, from the references that readers report.
+"""Keeps the values in Redis within a byte budget, from the references that readers report.
 
 The server itself evicts nothing (`noeviction`): its own policies keep no K-th reference. Between
 the budget and 85 % of it the evictor unlinks a few keys at a time, so that no reader waits long.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from eagleray.actors.cache.policies import LruK
+from eagleray.actors.cache.policies import EvictionPolicy
 from eagleray.actors.cache.redis_link import RedisLink
 from eagleray.actors.cache.redis_store import ENTRY_OVERHEAD_BYTES, KEY_PREFIX
 from eagleray.actors.cache.touches import TouchBatch
@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 LOW_MARK = 0.85
 CHUNK_KEYS = 16
-MAX_HISTORY = 65_536
 _SCAN_COUNT = 512
 _MAX_SCANNED = 2_000_000
 
@@ -43,15 +42,14 @@ class Evictor:
     evicted once more, which does nothing.
 
     Args:
+        policy: Decides what goes.
         max_bytes: The budget, with what Redis adds to each value.
-        k: K of LRU-K.
         unlink: Removes values by key digest. If it raises, they stay counted and are tried again
             later.
     """
 
-    def __init__(self, max_bytes: int, k: int, unlink: Unlink) -> None:
-        self._max_bytes, self._unlink = max_bytes, unlink
-        self._policy = LruK(k, MAX_HISTORY)
+    def __init__(self, policy: EvictionPolicy, max_bytes: int, unlink: Unlink) -> None:
+        self._policy, self._max_bytes, self._unlink = policy, max_bytes, unlink
         self._touches = 0
         self._evicted = 0
 

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from redis.exceptions import RedisError
 
 from eagleray.actors.cache.evictor import Evictor, EvictorStats, resident_in, unlink_in
+from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_link import RedisLink
 from eagleray.actors.cache.touches import TouchBatch
 from eagleray.actors.rpc import call
@@ -28,9 +29,10 @@ _MAX_PENDING = 64
 class EvictorServer:
     """What runs in the actor."""
 
-    def __init__(self, redis_url: str, max_bytes: int, k: int) -> None:
+    def __init__(self, redis_url: str, config: FeatureCacheConfig) -> None:
         link = RedisLink(redis_url, _TIMEOUT_S)
-        self._evictor = Evictor(max_bytes, k, unlink_in(link))
+        policy = make_policy(config.policy, config.max_bytes, config.history)
+        self._evictor = Evictor(policy, config.max_bytes, unlink_in(link))
         try:
             self._evictor.touch(resident_in(link))
         except (RedisError, OSError) as error:
@@ -54,11 +56,7 @@ def create_evictor(config: FeatureCacheConfig, redis_url: str, *, name: str | No
         "max_pending_calls": _MAX_PENDING,
         "name": name,
     }
-    return (
-        ray.remote(EvictorServer)
-        .options(**options)
-        .remote(redis_url, config.max_bytes, config.history)
-    )
+    return ray.remote(EvictorServer).options(**options).remote(redis_url, config)
 
 
 class EvictorClient:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.cache.memory_store import MemoryStore
+from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_store import RedisStore
 from eagleray.actors.cache.touches import TouchSink
 from eagleray.platform.config import FeatureCacheConfig
@@ -97,5 +98,6 @@ def open_cache(
     if not config.enabled or not config.max_bytes:
         return None
     if redis_url is None:
-        return FeatureCache(MemoryStore(config.max_bytes, config.history))
+        policy = make_policy(config.policy, config.max_bytes, config.history)
+        return FeatureCache(MemoryStore(policy, config.max_bytes))
     return FeatureCache(RedisStore(redis_url, config.timeout_s, sink, clock))

@@ -1,23 +1,20 @@
-"""Values in this process's memory, for when there is no Redis; LRU-K bounds their bytes."""
+"""Values in this process's memory, for when there is no Redis; a policy bounds their bytes."""
 
 from collections.abc import Sequence
 
-from eagleray.actors.cache.policies import LruK
-
-_MAX_HISTORY = 4096
+from eagleray.actors.cache.policies import EvictionPolicy
 
 
 class MemoryStore:
     """A value store in a dictionary. Not for several threads.
 
     Args:
+        policy: Decides what goes.
         max_bytes: Sum of the payloads that are kept.
-        k: K of LRU-K.
     """
 
-    def __init__(self, max_bytes: int, k: int) -> None:
-        self._max_bytes = max_bytes
-        self._policy = LruK(k, _MAX_HISTORY)
+    def __init__(self, policy: EvictionPolicy, max_bytes: int) -> None:
+        self._policy, self._max_bytes = policy, max_bytes
         self._payloads: dict[bytes, bytes] = {}
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -32,10 +29,11 @@ class MemoryStore:
         """Keep payloads under key digests and evict down to the limit; how many were kept."""
         stored = 0
         for key, payload in items:
-            if len(payload) > self._max_bytes:
+            size = len(payload)
+            if size > self._max_bytes or not self._policy.admits(key, size):
                 continue
             self._payloads[key] = payload
-            self._policy.touch(key, len(payload))
+            self._policy.touch(key, size)
             while self._policy.total_bytes > self._max_bytes:
                 victim = self._policy.victim()
                 if victim is None:

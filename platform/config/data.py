@@ -180,7 +180,9 @@ class FeatureCacheConfig(Section):
 
     enabled: bool = True
     max_bytes: ByteSize = 128_000_000
-    """Byte budget of the cached values; LRU-K evicts down to 85 % of it."""
+    """Byte budget of the cached values; eviction goes down to 85 % of it."""
+    policy: Literal["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict"] = "lru-k"
+    """What is evicted; no-evict keeps what came first, best where all is read once per epoch."""
     history: int = Field(default=2, ge=1, le=8)
     """K of LRU-K: how many past references decide."""
     timeout_s: Seconds = 0.05

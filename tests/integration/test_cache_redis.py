@@ -13,6 +13,7 @@ from redis import Redis
 from eagleray.actors.cache import FeatureCache
 from eagleray.actors.cache.evictor import Evictor, resident_in, unlink_in
 from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.policies import LruK
 from eagleray.actors.cache.redis_link import RedisLink
 from eagleray.actors.cache.redis_store import KEY_PREFIX, RedisStore
 from eagleray.platform.redis_server import RedisServer
@@ -228,7 +229,7 @@ def test_the_evictor_keeps_redis_within_the_budget(
     redis_server: RedisServer, client: "Redis[bytes]"
 ) -> None:
     link = RedisLink(redis_server.url, 5)
-    evictor = Evictor(30_000, 2, unlink_in(link))
+    evictor = Evictor(LruK(2, 100), 30_000, unlink_in(link))
     cache = FeatureCache(RedisStore(redis_server.url, 5, evictor))
     hot = [b"hot"]
     for number in range(300):
@@ -247,7 +248,7 @@ def test_a_new_evictor_learns_what_lies_in_redis(redis_server: RedisServer) -> N
     link.call("SET", "another's key", "stays")
     found = resident_in(link)
     assert {key for key, _ in found.pairs()} == {digest_key(key) for key in KEYS}
-    evictor = Evictor(1000, 2, unlink_in(link))
+    evictor = Evictor(LruK(2, 100), 1000, unlink_in(link))
     evictor.touch(found)
     assert evictor.stats().bytes <= 1000
     assert link.call("GET", "another's key") == b"stays"

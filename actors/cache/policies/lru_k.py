@@ -13,10 +13,11 @@ correlated-reference period is not here: callers report one reference per batch 
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+
+from eagleray.actors.cache.policies.policy import Residents
 
 
-class LruK:
+class LruK(Residents):
     """The order of eviction, by key, of values that are kept elsewhere. Not for several threads.
 
     Args:
@@ -27,20 +28,18 @@ class LruK:
     def __init__(self, k: int, max_history: int) -> None:
         if k < 1 or max_history < 0:
             raise ValueError(f"k={k} must be at least 1 and max_history={max_history} at least 0")
+        super().__init__()
         self._k, self._max_history = k, max_history
         self._clock = 0
-        self._sizes: dict[bytes, int] = {}
         self._references: dict[bytes, deque[int]] = {}
         self._retired: OrderedDict[bytes, None] = OrderedDict()
         # (has K references, deciding time, key); an entry is stale once its key was touched again.
         self._heap: list[tuple[bool, int, bytes]] = []
-        self.total_bytes = 0
 
     def touch(self, key: bytes, size: int) -> None:
         """Note a reference; the key is resident from now on, with this size in bytes."""
         self._clock += 1
-        self.total_bytes += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
+        self._resize(key, size)
         self._retired.pop(key, None)
         references = self._references.setdefault(key, deque(maxlen=self._k))
         references.append(self._clock)
@@ -60,27 +59,12 @@ class LruK:
 
     def remove(self, key: bytes) -> None:
         """Make a key not resident; its references are remembered. Unknown keys are ignored."""
-        size = self._sizes.pop(key, None)
-        if size is None:
+        if self._release(key) is None:
             return
-        self.total_bytes -= size
         self._retired[key] = None
         if len(self._retired) > self._max_history:
             forgotten, _ = self._retired.popitem(last=False)
             del self._references[forgotten]
-
-    def size(self, key: bytes) -> int:
-        """Bytes of a resident key; 0 of any other."""
-        return self._sizes.get(key, 0)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._sizes
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._sizes)
 
     def _entry(self, key: bytes) -> tuple[bool, int, bytes]:
         references = self._references[key]

@@ -7,6 +7,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from eagleray.actors.cache.evictor import CHUNK_KEYS, Evictor
 from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.policies import LruK
 from eagleray.actors.cache.touches import MAX_TOUCHES, TouchBatch, TouchBuffer
 
 
@@ -27,7 +28,7 @@ class Unlinked:
 
 def test_nothing_goes_within_the_budget_and_down_to_85_percent_beyond_it() -> None:
     unlinked = Unlinked()
-    evictor = Evictor(1000, 2, unlinked)
+    evictor = Evictor(LruK(2, 100), 1000, unlinked)
     evictor.touch(batch(*range(100)))
     assert unlinked.chunks == []
     evictor.touch(batch(100))
@@ -39,14 +40,14 @@ def test_nothing_goes_within_the_budget_and_down_to_85_percent_beyond_it() -> No
 
 def test_chunks_stay_small_however_much_must_go() -> None:
     unlinked = Unlinked()
-    Evictor(100, 2, unlinked).touch(batch(*range(500)))
+    Evictor(LruK(2, 100), 100, unlinked).touch(batch(*range(500)))
     assert {len(chunk) for chunk in unlinked.chunks[:-1]} == {CHUNK_KEYS}
     assert sum(map(len, unlinked.chunks)) == 492
 
 
 def test_keys_that_are_referenced_again_outlive_newer_ones() -> None:
     unlinked = Unlinked()
-    evictor = Evictor(100, 2, unlinked)
+    evictor = Evictor(LruK(2, 100), 100, unlinked)
     evictor.touch(batch(1, 2, 1, 2))
     evictor.touch(batch(*range(10, 30)))
     gone = {key for chunk in unlinked.chunks for key in chunk}
@@ -55,7 +56,7 @@ def test_keys_that_are_referenced_again_outlive_newer_ones() -> None:
 
 def test_while_redis_is_away_keys_stay_counted_and_go_later() -> None:
     unlinked = Unlinked()
-    evictor = Evictor(100, 2, unlinked)
+    evictor = Evictor(LruK(2, 100), 100, unlinked)
     unlinked.is_away = True
     evictor.touch(batch(*range(20)))
     assert (evictor.stats().bytes, evictor.stats().evicted) == (200, 0)
@@ -66,7 +67,7 @@ def test_while_redis_is_away_keys_stay_counted_and_go_later() -> None:
 
 
 def test_figures_count_touches_and_keys() -> None:
-    evictor = Evictor(1000, 2, Unlinked())
+    evictor = Evictor(LruK(2, 100), 1000, Unlinked())
     evictor.touch(batch(1, 1, 2))
     stats = evictor.stats()
     assert (stats.keys, stats.bytes, stats.touches, stats.evicted) == (2, 20, 3, 0)

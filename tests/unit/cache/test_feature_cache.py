@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from eagleray.actors.cache import FeatureCache, open_cache
 from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.cache.memory_store import MemoryStore
+from eagleray.actors.cache.policies import LruK, NoEvict
 from eagleray.actors.cache.redis_store import RedisStore
 from eagleray.platform.config import FeatureCacheConfig
 
 
 def in_memory(max_bytes: int = 1000) -> FeatureCache:
-    return FeatureCache(MemoryStore(max_bytes, k=2))
+    return FeatureCache(MemoryStore(LruK(2, 100), max_bytes))
 
 
 def value_of(key: bytes) -> bytes:
@@ -26,7 +27,7 @@ def value_of(key: bytes) -> bytes:
 def test_each_key_gets_its_value_whatever_is_evicted(
     requests: list[list[bytes]], max_bytes: int
 ) -> None:
-    store = MemoryStore(max_bytes, k=2)
+    store = MemoryStore(LruK(2, 100), max_bytes)
     cache = FeatureCache(store)
     for keys in requests:
         values = cache.get_or_compute_many(
@@ -80,7 +81,7 @@ def test_a_value_above_the_limit_is_given_but_not_kept() -> None:
 
 
 def test_closing_the_memory_store_frees_it() -> None:
-    store = MemoryStore(100, 2)
+    store = MemoryStore(LruK(2, 100), 100)
     store.put_many([(digest_key(b"a"), b"x")])
     store.close()
     assert store.get_many([digest_key(b"a")]) == [None]
@@ -95,3 +96,21 @@ def test_the_configuration_decides_where_values_are_kept() -> None:
     assert redis is not None
     assert isinstance(memory.store, MemoryStore)
     assert isinstance(redis.store, RedisStore)
+
+
+def test_what_the_policy_does_not_admit_is_given_and_not_kept() -> None:
+    store = MemoryStore(NoEvict(20), 20)
+    assert [store.put_many([(bytes([n]), bytes(10))]) for n in range(3)] == [1, 1, 0]
+    assert store.get_many([b"\0", b"\1", b"\2"]) == [bytes(10), bytes(10), None]
+
+
+@pytest.mark.parametrize("policy", ["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict"])
+def test_every_policy_can_be_chosen_and_keeps_the_budget(policy: str) -> None:
+    config = FeatureCacheConfig.model_validate({"policy": policy, "max_bytes": 1000})
+    cache = open_cache(config, None)
+    assert cache is not None
+    for number in range(300):
+        (value,) = cache.get_or_compute_many([b"%d" % (number % 70)], lambda _: [bytes(100)])
+        assert value == bytes(100)
+    assert isinstance(cache.store, MemoryStore)
+    assert cache.store.total_bytes <= 1000
