@@ -245,7 +245,8 @@ def _check_answers(url: str, timeout_s: float) -> None:
 
 def _ping(url: str, timeout_s: float) -> None:
     client = Redis.from_url(
-        url,
+        # Any node of a cluster answers for it.
+        url.replace("-cluster://", "://", 1),
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),

@@ -6,12 +6,16 @@ the budget and 85 % of it the evictor unlinks a few keys at a time, so that no r
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from eagleray.actors.cache.cluster_link import Address, ClusterLink
 from eagleray.actors.cache.policies import EvictionPolicy
-from eagleray.actors.cache.redis_link import RedisLink
+from eagleray.actors.cache.redis_link import Command, RedisLink
 from eagleray.actors.cache.redis_store import ENTRY_OVERHEAD_BYTES, KEY_PREFIX
 from eagleray.actors.cache.touches import TouchBatch
 
@@ -90,36 +94,66 @@ class Evictor:
             self._evicted += len(chunk)
 
 
-def unlink_in(link: RedisLink) -> Unlink:
-    """Unlinks in one Redis."""
+def unlink_in(link: RedisLink | ClusterLink) -> Unlink:
+    """Unlinks in one Redis or in a cluster."""
 
     def unlink(keys: Sequence[bytes]) -> None:
-        link.call("UNLINK", *(KEY_PREFIX + key for key in keys))
+        names = [KEY_PREFIX + key for key in keys]
+        if isinstance(link, RedisLink):
+            link.call("UNLINK", *names)
+            return
+        replies = link.pipeline([(name, ("UNLINK", name)) for name in names])
+        if failed := [reply for reply in replies if isinstance(reply, Exception)]:
+            raise RedisError(f"{len(failed)} of {len(names)} keys not reached: {failed[0]}")
 
     return unlink
 
 
-def resident_in(link: RedisLink) -> TouchBatch:
+def resident_in(link: RedisLink | ClusterLink) -> TouchBatch:
     """What lies in Redis already, least recently used first: what a restarted evictor starts from.
+
+    Of a cluster, what lies on the nodes that answer.
 
     Raises:
         RedisError: The server does not answer.
         OSError: The connection failed.
     """
     found: list[tuple[int, bytes, int]] = []
+    if isinstance(link, RedisLink):
+        found = _scan(link.pipeline)
+    else:
+        for address in link.nodes():
+            with suppress(RedisError):
+                found += _scan(partial(_on_node, link, address))
+    found.sort(reverse=True)
+    return TouchBatch(b"".join(key for _, key, _ in found), tuple(size for _, _, size in found))
+
+
+def _on_node(link: ClusterLink, address: Address, commands: Sequence[Command]) -> list[Any]:
+    replies = link.on_node(address, commands)
+    if replies is None:
+        raise RedisError(f"node {address[0]}:{address[1]} does not answer")
+    return replies
+
+
+def _scan(ask: Callable[[Sequence[Command]], list[Any]]) -> list[tuple[int, bytes, int]]:
+    """(idle seconds, key digest, bytes) of each value on one server."""
+    found: list[tuple[int, bytes, int]] = []
     cursor: bytes | int = 0
     while len(found) < _MAX_SCANNED:
-        cursor, names = link.call("SCAN", cursor, "MATCH", KEY_PREFIX + b"*", "COUNT", _SCAN_COUNT)
-        commands = [
+        (reply,) = ask([("SCAN", cursor, "MATCH", KEY_PREFIX + b"*", "COUNT", _SCAN_COUNT)])
+        if isinstance(reply, ResponseError):
+            raise reply
+        cursor, names = reply
+        commands: list[Command] = [
             command
             for name in names
             for command in (("OBJECT", "IDLETIME", name), ("STRLEN", name))
         ]
-        replies = link.pipeline(commands) if commands else []
+        replies = ask(commands) if commands else []
         for name, idle, size in zip(names, replies[::2], replies[1::2], strict=True):
             if isinstance(idle, int) and isinstance(size, int):
                 found.append((idle, name.removeprefix(KEY_PREFIX), size + ENTRY_OVERHEAD_BYTES))
         if cursor in (b"0", 0):
             break
-    found.sort(reverse=True)
-    return TouchBatch(b"".join(key for _, key, _ in found), tuple(size for _, _, size in found))
+    return found

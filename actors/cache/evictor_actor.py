@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 from redis.exceptions import RedisError
 
+from eagleray.actors.cache.cluster_link import ClusterLink, is_cluster_url
 from eagleray.actors.cache.evictor import Evictor, EvictorStats, resident_in, unlink_in
 from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_link import RedisLink
@@ -30,7 +31,8 @@ class EvictorServer:
     """What runs in the actor."""
 
     def __init__(self, redis_url: str, config: FeatureCacheConfig) -> None:
-        link = RedisLink(redis_url, _TIMEOUT_S)
+        is_cluster = is_cluster_url(redis_url)
+        link = (ClusterLink if is_cluster else RedisLink)(redis_url, _TIMEOUT_S)
         policy = make_policy(config.policy, config.max_bytes, config.history)
         self._evictor = Evictor(policy, config.max_bytes, unlink_in(link))
         try:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from eagleray.actors.cache.cluster_link import is_cluster_url
+from eagleray.actors.cache.cluster_store import ClusterStore
 from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.leases import Leases, RedisLeases, SingleFlight
 from eagleray.actors.cache.memory_store import MemoryStore
 from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_store import RedisStore
@@ -43,10 +46,16 @@ class CacheStats:
 
 
 class FeatureCache:
-    """Reads through a store. Not for several threads."""
+    """Reads through a store. Not for several threads.
 
-    def __init__(self, store: ValueStore) -> None:
-        self.store = store
+    Args:
+        store: Where values are kept.
+        leases: With them, a value that several processes miss at once is computed in one of them.
+    """
+
+    def __init__(self, store: ValueStore, leases: Leases | None = None) -> None:
+        self.store, self._leases = store, leases
+        self._flight = SingleFlight(leases, store.get_many, store.put_many) if leases else None
         self.stats = CacheStats()
 
     def get_or_compute_many(
@@ -69,7 +78,11 @@ class FeatureCache:
         values = dict(zip(unique, self.store.get_many(unique), strict=True))
         missing = sorted(first[digest] for digest in unique if values[digest] is None)
         stored = 0
-        if missing:
+        if missing and self._flight:
+            wanted = [digests[i] for i in missing]
+            found, stored = self._flight.fill(wanted, lambda at: compute([missing[i] for i in at]))
+            values.update(zip(wanted, found, strict=True))
+        elif missing:
             computed = compute(missing)
             if len(computed) != len(missing):
                 raise ValueError(f"compute gave {len(computed)} values for {len(missing)} keys")
@@ -86,6 +99,8 @@ class FeatureCache:
     def close(self) -> None:
         """Let go of connections and memory."""
         self.store.close()
+        if self._leases:
+            self._leases.close()
 
 
 def open_cache(
@@ -93,11 +108,20 @@ def open_cache(
     redis_url: str | None,
     sink: TouchSink | None = None,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    is_dear: bool = False,
 ) -> FeatureCache | None:
-    """The cache that the configuration asks for: in Redis, else in memory; None if it is off."""
+    """The cache that the configuration asks for: in Redis, else in memory; None if it is off.
+
+    `is_dear` says that values are worth a lease, so that no two processes compute the same one; in
+    a cluster there are none.
+    """
     if not config.enabled or not config.max_bytes:
         return None
     if redis_url is None:
         policy = make_policy(config.policy, config.max_bytes, config.history)
         return FeatureCache(MemoryStore(policy, config.max_bytes))
-    return FeatureCache(RedisStore(redis_url, config.timeout_s, sink, clock))
+    if is_cluster_url(redis_url):
+        return FeatureCache(ClusterStore(redis_url, config.timeout_s, sink, clock))
+    leases = RedisLeases(redis_url, config.timeout_s) if is_dear else None
+    return FeatureCache(RedisStore(redis_url, config.timeout_s, sink, clock), leases)

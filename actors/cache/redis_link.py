@@ -56,12 +56,34 @@ class RedisLink:
             RedisError: The server did not answer in time.
             OSError: The connection failed.
         """
+        self.send(commands)
+        return self.receive(len(commands))
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Send commands; `receive` must follow before anything else, or `close`.
+
+        Raises:
+            RedisError: The server did not take them in time.
+            OSError: The connection failed.
+        """
         try:
             self._connection.connect()
             packed = self._connection.pack_commands(commands)
             self._connection.send_packed_command(packed, check_health=False)
-            return [self._reply() for _ in commands]
         except BaseException:  # Also at Ctrl-C: a reply under way would go to the next call.
+            self.close()
+            raise
+
+    def receive(self, count: int) -> list[Any]:
+        """The replies to the commands that were sent; a refusal stands in its place.
+
+        Raises:
+            RedisError: The server did not answer in time.
+            OSError: The connection failed.
+        """
+        try:
+            return [self._reply() for _ in range(count)]
+        except BaseException:
             self.close()
             raise
 

@@ -37,7 +37,8 @@ class RedisConfig(Section):
     mode: Literal["auto", "off"] = "auto"
     """auto: `url`, else a server on PATH, else the embedded one. off: no Redis at all."""
     url: SecretStr | None = None
-    """redis://, rediss:// or unix:// address of a running server."""
+    """redis://, rediss:// or unix:// address of a running server; redis-cluster:// or
+    rediss-cluster:// of any node of a cluster."""
     max_bytes: ByteSize = 256_000_000
     """Memory limit of a server that we start."""
     start_timeout_s: Seconds = 10.0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from eagleray.actors.cache.policies import (
     EvictionPolicy,
+    LruK,
     PolicyName,
     S3Fifo,
     Scheduled,
@@ -207,9 +208,7 @@ def test_with_the_whole_schedule_known_nothing_is_better(trace: list[bytes], roo
 
 @given(trace=traces, room=st.integers(1, 15))
 def test_with_nothing_expected_the_schedule_decides_as_lru_k(trace: list[bytes], room: int) -> None:
-    assert simulate(Scheduled(room), trace, room) == simulate(
-        make_policy("lru-k", room), trace, room
-    )
+    assert simulate(Scheduled(room), trace, room) == simulate(LruK(2, 4096), trace, room)
 
 
 def test_a_schedule_that_comes_piece_by_piece_is_used_as_far_as_it_is_known() -> None:

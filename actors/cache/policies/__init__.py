@@ -13,6 +13,8 @@ from eagleray.actors.cache.policies.w_tinylfu import WTinyLfu
 PolicyName = Literal["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict", "auto"]
 
 _MAX_HISTORY = 65_536
+# Measured on traces of the web: python -m benchmarks.eviction
+_WINDOW_SHARE = 0.1
 
 
 def make_policy(name: PolicyName, max_bytes: int, k: int = 2) -> EvictionPolicy:
@@ -28,7 +30,7 @@ def make_policy(name: PolicyName, max_bytes: int, k: int = 2) -> EvictionPolicy:
     """
     match name:
         case "lru-k":
-            return LruK(k, _MAX_HISTORY)
+            return LruK(k, _MAX_HISTORY, _WINDOW_SHARE * max_bytes)
         case "lru":
             return Lru()
         case "s3-fifo":

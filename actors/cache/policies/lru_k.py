@@ -7,8 +7,13 @@
 Time is counted in references. History outlives residence ("retained information"), so a key that
 comes back soon is not taken for new; how many such keys are remembered is bounded.
 
+A key that has just come is on probation in a window, by recency, and is evicted only if nothing
+else is left; references to it there are correlated and count as one, the latest. Without this a
+burst of references passes for lasting interest, and a key may go before its second one comes.
+
 Source: O'Neil, O'Neil and Weikum, "The LRU-K page replacement algorithm", SIGMOD 1993. Their
-correlated-reference period is not here: callers report one reference per batch of reads.
+correlated-reference period is a time; here it is a share of the room, as what follows from it is
+how much room is held back.
 """
 
 import heapq
@@ -23,13 +28,16 @@ class LruK(Residents):
     Args:
         k: References that decide; 1 is plain LRU.
         max_history: Keys whose references are remembered after they were removed.
+        window_bytes: Room for keys on probation; 0: none are.
     """
 
-    def __init__(self, k: int, max_history: int) -> None:
+    def __init__(self, k: int, max_history: int, window_bytes: float = 0) -> None:
         if k < 1 or max_history < 0:
             raise ValueError(f"k={k} must be at least 1 and max_history={max_history} at least 0")
         super().__init__()
-        self._k, self._max_history = k, max_history
+        self._k, self._max_history, self._window_limit = k, max_history, window_bytes
+        self._window: OrderedDict[bytes, None] = OrderedDict()
+        self._window_bytes = 0
         self._clock = 0
         self._references: dict[bytes, deque[int]] = {}
         self._retired: OrderedDict[bytes, None] = OrderedDict()
@@ -39,32 +47,54 @@ class LruK(Residents):
     def touch(self, key: bytes, size: int) -> None:
         """Note a reference; the key is resident from now on, with this size in bytes."""
         self._clock += 1
-        self._resize(key, size)
+        is_new = key not in self
+        change = self._resize(key, size)
         self._retired.pop(key, None)
         references = self._references.setdefault(key, deque(maxlen=self._k))
-        references.append(self._clock)
-        heapq.heappush(self._heap, self._entry(key))
-        if len(self._heap) > 2 * len(self._sizes) + 64:
-            self._heap = [self._entry(resident) for resident in self._sizes]
-            heapq.heapify(self._heap)
+        if key in self._window:
+            references[-1] = self._clock
+            self._window_bytes += change
+            self._window.move_to_end(key)
+        else:
+            references.append(self._clock)
+            if is_new and self._window_limit:
+                self._window[key] = None
+                self._window_bytes += size
+            else:
+                self._rank(key)
+        while self._window_bytes > self._window_limit:
+            oldest, _ = self._window.popitem(last=False)
+            self._window_bytes -= self.size(oldest)
+            self._rank(oldest)
 
     def victim(self) -> bytes | None:
         """The key to evict next; it stays resident until it is removed. None if nothing is."""
         while self._heap:
             entry = self._heap[0]
-            if entry[2] in self._sizes and entry == self._entry(entry[2]):
-                return entry[2]
+            key = entry[2]
+            if key in self and key not in self._window and entry == self._entry(key):
+                return key
             heapq.heappop(self._heap)
-        return None
+        return next(iter(self._window), None)
 
     def remove(self, key: bytes) -> None:
         """Make a key not resident; its references are remembered. Unknown keys are ignored."""
-        if self._release(key) is None:
+        size = self._release(key)
+        if size is None:
             return
+        if key in self._window:
+            del self._window[key]
+            self._window_bytes -= size
         self._retired[key] = None
         if len(self._retired) > self._max_history:
             forgotten, _ = self._retired.popitem(last=False)
             del self._references[forgotten]
+
+    def _rank(self, key: bytes) -> None:
+        heapq.heappush(self._heap, self._entry(key))
+        if len(self._heap) > 2 * len(self) + 64:
+            self._heap = [self._entry(one) for one in self if one not in self._window]
+            heapq.heapify(self._heap)
 
     def _entry(self, key: bytes) -> tuple[bool, int, bytes]:
         references = self._references[key]

@@ -55,7 +55,7 @@ class Scheduled(Residents):
         """Whether there is room, or something else is needed later."""
         if self.total_bytes + size <= self._max_bytes or len(self._unexpected):
             return True
-        uses = self._expected.get(key, ())
+        uses = self._expected.get(key, deque())
         latest = self._latest()
         # The first use is the present one; the one after it decides.
         if latest is None or (len(uses) > 1 and uses[1] < self._next(latest)):

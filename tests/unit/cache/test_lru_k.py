@@ -53,6 +53,41 @@ def test_victims_are_those_of_the_definition(k: int, steps: list[tuple[bytes, bo
         oracle.resident.remove(victim)
 
 
+@given(k=st.integers(1, 3), trace=st.lists(keys, max_size=200), room=st.integers(1, 6))
+def test_with_a_window_the_newest_are_on_probation_and_their_references_count_as_one(
+    k: int, trace: list[bytes], room: int
+) -> None:
+    window_room = 2
+    policy = LruK(k, max_history=100, window_bytes=window_room)
+    references: dict[bytes, list[int]] = {}
+    window: list[bytes] = []
+    main: set[bytes] = set()
+    for time, key in enumerate(trace):
+        policy.touch(key, 1)
+        if key in window:
+            references[key][-1] = time
+            window.remove(key)
+            window.append(key)
+        else:
+            references.setdefault(key, []).append(time)
+            if key not in main:
+                window.append(key)
+        if len(window) > window_room:
+            main.add(window.pop(0))
+        while len(window) + len(main) > room:
+            victim = policy.victim()
+
+            def distance(one: bytes) -> tuple[float, int]:
+                times = references[one]
+                return (times[-k] if len(times) >= k else float("-inf")), times[-1]
+
+            assert victim == (min(main, key=distance) if main else window[0])
+            policy.remove(victim)
+            main.discard(victim)
+            window = [one for one in window if one != victim]
+        assert set(policy) == main | set(window)
+
+
 @given(steps=st.lists(st.tuples(keys, st.integers(0, 100), st.booleans()), max_size=100))
 def test_bytes_are_those_of_the_resident_keys(steps: list[tuple[bytes, int, bool]]) -> None:
     policy, sizes = LruK(2, max_history=3), dict[bytes, int]()
