@@ -28,10 +28,14 @@ EOD_TOKEN = "<|endoftext|>"
 """Ends each document; id 0 in the tokenizers that we train."""
 
 _EOD_TOKENS = (EOD_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+# White space as Unicode and the library have it; Python's \s takes four control characters more.
+_W = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_N = _W.replace("[", "[^", 1)
 # The second alternative keeps leading whitespace of a text; the lookahead leaves the last character
 # of a run of whitespace to the piece that follows, as GPT-2's pattern does.
-_PIECE = re.compile(r"\s?\S+(?:\s+(?=\s\S)|\s+\Z)?|\s+(?=\s\S)|\s+\Z")
-_CUT = re.compile(r"\s(?=\S)")
+_PIECE = re.compile(rf"{_W}?{_N}+(?:{_W}+(?={_W}{_N})|{_W}+\Z)?|{_W}+(?={_W}{_N})|{_W}+\Z")
+_CUT = re.compile(rf"{_W}(?={_N})")
+_LINE_CUT = re.compile(rf"\n(?={_N})")
 _SEGMENT_CHARS = 1_000_000
 _CHUNK_CHARS = 4096
 _MAX_PIECES = 200_000
@@ -197,7 +201,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
 
 def paragraphs(text: str) -> Iterator[str]:
     """A text in parts of some 4 KB that end at line breaks, where byte-level BPE may be cut."""
-    return _parts(text, _CHUNK_CHARS, re.compile(r"\n(?=\S)"))
+    return _parts(text, _CHUNK_CHARS, _LINE_CUT)
 
 
 def segments(text: str) -> Iterator[str]:

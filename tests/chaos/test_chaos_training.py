@@ -151,7 +151,7 @@ def test_a_run_that_dies_too_often_fails_and_is_resumed_past_a_damaged_checkpoin
 def test_a_damaged_shard_ends_the_run_with_its_name(make_project: MakeProject) -> None:
     project = make_project()
     dataset = project.build_data()
-    shard = next(iter(sorted(Path(dataset.folder).glob("train-*.bin"))))
+    shard = next(iter(sorted(Path(dataset.folder).glob("*.train-*.bin"))))
     data = bytearray(shard.read_bytes())
     data[-9] ^= 1
     shard.write_bytes(data)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
@@ -57,6 +57,7 @@ PARTS = st.sampled_from(
 
 
 @given(text=st.lists(PARTS, max_size=30).map("".join) | st.text(max_size=60))
+@example(text="  \x1c\u200b")
 def test_encoding_in_pieces_equals_encoding_the_whole(trained: TextTokenizer, text: str) -> None:
     assert trained.encode(text).tolist() == whole(trained, text)
     assert trained.decode(trained.encode(text)) == text
