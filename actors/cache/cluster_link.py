@@ -84,7 +84,7 @@ class ClusterLink:
             raise ValueError(f"a cluster's URL begins with {' or '.join(SCHEMES)}://HOST")
         self._seed: Address = (parts.hostname, parts.port or 6379)
         login = f"{parts.username or ''}:{parts.password}@" if parts.password else ""
-        self._url = f"{SCHEMES[parts.scheme]}://{login}{{host}}:{{port}}"
+        self._prefix = f"{SCHEMES[parts.scheme]}://{login}"
         self._timeout_s, self._clock = timeout_s, clock
         self._nodes: dict[Address, _Node] = {}
         self._owners: list[Address | None] = [None] * NUM_SLOTS
@@ -191,7 +191,7 @@ class ClusterLink:
     def _node(self, address: Address) -> _Node:
         if address not in self._nodes:
             host, port = address
-            url = self._url.format(host=f"[{host}]" if ":" in host else host, port=port)
+            url = f"{self._prefix}{f'[{host}]' if ':' in host else host}:{port}"
             self._nodes[address] = _Node(RedisLink(url, self._timeout_s), Breaker(self._clock))
         return self._nodes[address]
 

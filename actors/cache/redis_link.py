@@ -83,7 +83,7 @@ class RedisLink:
         """
         try:
             return [self._reply() for _ in range(count)]
-        except BaseException:
+        except BaseException:  # As in `send`: also at Ctrl-C.
             self.close()
             raise
 

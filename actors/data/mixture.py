@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-MAX_DOMAINS = 64
 MAX_PERIOD = 65_536
 """Weights are exact if that many parts suffice (0.7 needs 10); else they are rounded to it."""
 
@@ -160,7 +159,7 @@ class Mixture:
         return cls(segments, state["end"])
 
     def _at(self, position: int) -> int:
-        return int(np.searchsorted(self._firsts, position, side="right")) - 1
+        return max(0, int(np.searchsorted(self._firsts, position, side="right")) - 1)
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -206,7 +206,8 @@ def _rows(file: SourceFile, content: BinaryIO) -> Records:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{file.path}:1 is not valid CSV: {error}", "correct its header") from error
-    _check_columns(file, header)
+    if header:  # An empty file has no records; that there is no text at all is told elsewhere.
+        _check_columns(file, header)
     while True:
         line = reader.line_num + 1
         try:

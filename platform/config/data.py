@@ -6,6 +6,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from eagleray.platform.config.values import ByteSize, Name, Seconds, Section, near
 
+MAX_DOMAINS = 64
+"""So many domains can be mixed."""
+
 
 class RangeCondition(Section):
     """A number from `min` to `max`, both included; at least one of them."""
@@ -216,6 +219,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _mixed(self) -> Self:
+        if len(self.domains) > MAX_DOMAINS:
+            raise ValueError(
+                f"sources name {len(self.domains)} domains; at most {MAX_DOMAINS} can be mixed"
+            )
         mixture = self.mixture
         if isinstance(mixture, FixedMixtureConfig):
             self._weigh("mixture", mixture.weights)

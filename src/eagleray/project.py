@@ -371,7 +371,7 @@ def _trials_ended(runs: RunStore, sweep_id: str) -> Iterator[None]:
 
     try:
         yield
-    except BaseException:
+    except BaseException:  # Raised on below; also at Ctrl-C, which is what this is for.
         for trial in SweepHistory(runs, sweep_id).unfinished():
             if runs.state(trial.run_id).status is RunStatus.RUNNING:
                 message = f"go on with: eagleray tune --resume {sweep_id}"

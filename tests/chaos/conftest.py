@@ -86,7 +86,7 @@ def watched(make_project: Callable[..., Project]) -> Watched:
     project, addresses = make_project(), set[str]()
 
     def look(_: str, progress: Progress) -> None:
-        if progress.rows:
+        if progress.rows and not addresses:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     connections = process.net_connections("inet")

@@ -5,7 +5,7 @@
     ghost  keys that left through small; one that comes back starts in main
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1.
-Sizes are in bytes here; the ghost queue remembers as many keys as main holds.
+Sizes are in bytes here; the ghost queue remembers as many keys as main or small holds.
 """
 
 from collections import OrderedDict

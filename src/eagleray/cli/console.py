@@ -113,6 +113,8 @@ def print_lines(columns: list[str], rows: list[list[str]], *, is_cut: bool = Fal
 
     With `is_cut` the last column is cut on a terminal to what fits.
     """
+    if is_cut:  # What came with line breaks becomes one line as well.
+        rows = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     room = max(widths[-1], len(columns[-1]))
     if is_cut and console.is_terminal:

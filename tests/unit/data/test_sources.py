@@ -249,6 +249,11 @@ def test_bad_rows_of_a_csv_file_are_named_by_their_first_line(tmp_path: Path) ->
     assert "is not valid CSV" in examples[2]
 
 
+def test_an_empty_csv_file_has_no_records(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"")
+    assert read(tmp_path, {"kind": "csv", "path": "t.csv"})[0] == []
+
+
 def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["a", None, "c"]})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")

@@ -134,6 +134,13 @@ def test_changing_a_kind_drops_the_keys_of_the_old_one() -> None:
     assert same.data.tokenizer == config.data.tokenizer
 
 
+def test_more_domains_than_can_be_mixed_are_refused(tmp_path: Path) -> None:
+    sources = ", ".join(f"{{path: a, domain: d{n}, where: {{n: [{n}]}}}}" for n in range(65))
+    path = write(tmp_path, f"name: a\ndata: {{sources: [{sources}]}}\n")
+    with pytest.raises(ConfigError, match="sources name 65 domains; at most 64"):
+        load_config(path)
+
+
 def test_a_kind_that_chooses_no_variant_leaves_its_neighbours(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\ndata: {sources: [{path: raw}]}\n")
     (source,) = load_config(path, ["data.sources.0.kind=text"]).config.data.sources
