@@ -1,21 +1,15 @@
 """Values in a Redis Cluster; every fault of a node is a miss, for the keys of that node alone.
 
-Key and value are those of redis_store.py, so a value is found by whoever knows its key.
+Key and value are those of framed_values.py, so a value is found by whoever knows its key.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from redis.exceptions import OutOfMemoryError
-
-from eagleray.actors.cache.cluster_link import ClusterLink
-from eagleray.actors.cache.frame import unwrap, wrap
-from eagleray.actors.cache.redis_store import ENTRY_OVERHEAD_BYTES, KEY_PREFIX, RedisCounts
-from eagleray.actors.cache.touches import TouchBuffer, TouchSink
-
-logger = logging.getLogger(__name__)
+from eagleray.actors.cache.cluster_link import ClusterLink, KeyedCommand
+from eagleray.actors.cache.framed_values import KEY_PREFIX, FramedValues, RedisCounts
+from eagleray.actors.cache.touches import TouchSink
 
 MAX_VALUE_BYTES = 1_000_000
 """Larger values would hold up a node for others; they are not stored."""
@@ -40,56 +34,36 @@ class ClusterStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.link = ClusterLink(url, timeout_s, clock)
-        self._touches = TouchBuffer(sink, clock) if sink else None
-        self.counts = RedisCounts()
+        self._values = FramedValues(sink, clock)
+
+    @property
+    def counts(self) -> RedisCounts:
+        """What went wrong."""
+        self._values.counts.failed_calls = self.link.counts.failed_calls
+        return self._values.counts
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The payload under each key digest; None where there is none to be had."""
-        replies = self._each([("GET", KEY_PREFIX + key) for key in keys])
-        found: list[bytes | None] = []
-        damaged: list[bytes] = []
-        for key, reply in zip(keys, replies, strict=True):
-            payload = unwrap(key, reply) if isinstance(reply, bytes) else None
-            if payload is not None:
-                self._touch(key, payload)
-            elif isinstance(reply, bytes):
-                damaged.append(key)
-            found.append(payload)
-        if damaged:
-            self.counts.damaged += len(damaged)
-            logger.warning("damaged cache values dropped count=%d", len(damaged))
-            self._each([("UNLINK", KEY_PREFIX + key) for key in damaged])
+        names = [KEY_PREFIX + key for key in keys]
+        replies = self._each([(name, ("GET", name)) for name in names])
+        found, damaged = self._values.unwrapped(keys, replies)
+        self._each([(name, ("UNLINK", name)) for name in (KEY_PREFIX + key for key in damaged)])
         return found
 
     def put_many(self, items: Sequence[tuple[bytes, bytes]]) -> int:
         """Store payloads under key digests where there is room; how many were stored."""
         small = [(key, payload) for key, payload in items if len(payload) <= MAX_VALUE_BYTES]
-        self.counts.refused += len(items) - len(small)
-        replies = self._each([("SET", KEY_PREFIX + key, wrap(key, p)) for key, p in small])
-        stored = 0
-        for (key, payload), reply in zip(small, replies, strict=True):
-            if reply == b"OK":
-                stored += 1
-                self._touch(key, payload)
-            elif isinstance(reply, OutOfMemoryError):
-                self.counts.refused += 1
-        return stored
+        self._values.counts.refused += len(items) - len(small)
+        commands = [(command[1], command) for command in self._values.commands(small)]
+        return self._values.stored(small, self._each(commands))
 
     def close(self) -> None:
         """Hand over the touches and close the connections."""
-        if self._touches:
-            self._touches.flush()
+        self._values.flush()
         self.link.close()
 
-    def _each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The replies to commands whose first argument is their key."""
+    def _each(self, commands: Sequence[KeyedCommand]) -> list[Any]:
         replies: list[Any] = []
         for start in range(0, len(commands), _COMMANDS_PER_CALL):
-            part = commands[start : start + _COMMANDS_PER_CALL]
-            replies += self.link.pipeline([(command[1], command) for command in part])
-        self.counts.failed_calls = self.link.counts.failed_calls
+            replies += self.link.pipeline(commands[start : start + _COMMANDS_PER_CALL])
         return replies
-
-    def _touch(self, key: bytes, payload: bytes) -> None:
-        if self._touches:
-            self._touches.add(key, len(payload) + ENTRY_OVERHEAD_BYTES)

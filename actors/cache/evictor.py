@@ -14,9 +14,9 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from eagleray.actors.cache.cluster_link import Address, ClusterLink
+from eagleray.actors.cache.framed_values import ENTRY_OVERHEAD_BYTES, KEY_PREFIX
 from eagleray.actors.cache.policies import EvictionPolicy
 from eagleray.actors.cache.redis_link import Command, RedisLink
-from eagleray.actors.cache.redis_store import ENTRY_OVERHEAD_BYTES, KEY_PREFIX
 from eagleray.actors.cache.touches import TouchBatch
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ Laws:
 """
 
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from eagleray.actors.cache import FeatureCache
@@ -120,12 +119,7 @@ class BatchStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _identity(self) -> dict[str, Any]:

@@ -194,9 +194,7 @@ def _loss_before(project: Project, dataset: Dataset) -> float:
 
 def _ask(project: Project, endpoint: Endpoint, key: str) -> str:
     client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=key, timeout=120)
-    console.print(
-        "1 M parameters after some hundred steps: expect the words and cadence, not sense."
-    )
+    console.print("1 M parameters after 500 steps: expect the words and the cadence, not sense.")
     console.print(f"> {PROMPTS[0]}", style="bold", markup=False)
     stream = client.completions.create(
         model=endpoint.model, prompt=PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0.7,

@@ -22,9 +22,9 @@ from eagleray.actors.cache.cluster_link import ClusterLink
 from eagleray.actors.cache.cluster_store import ClusterStore
 from eagleray.actors.cache.evictor import Evictor, resident_in, unlink_in
 from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.framed_values import KEY_PREFIX
 from eagleray.actors.cache.policies import LruK
 from eagleray.actors.cache.redis_link import RedisLink
-from eagleray.actors.cache.redis_store import KEY_PREFIX
 from eagleray.platform.config import FeatureCacheConfig, RedisConfig
 from eagleray.platform.redis_server import RedisServer, _binaries
 

@@ -13,9 +13,10 @@ from redis import Redis
 from eagleray.actors.cache import FeatureCache
 from eagleray.actors.cache.evictor import Evictor, resident_in, unlink_in
 from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.framed_values import KEY_PREFIX
 from eagleray.actors.cache.policies import LruK
 from eagleray.actors.cache.redis_link import RedisLink
-from eagleray.actors.cache.redis_store import KEY_PREFIX, RedisStore
+from eagleray.actors.cache.redis_store import RedisStore
 from eagleray.platform.redis_server import RedisServer
 
 Until = Callable[..., None]

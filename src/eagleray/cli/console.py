@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eagleray.platform.errors import EagleRayError
+from eagleray.platform.interruption import Before, interruptions_to
 
 logger = logging.getLogger(__name__)
 
@@ -59,23 +60,14 @@ def tell_stopped(text: str) -> None:
 @contextlib.contextmanager
 def told_stopping(text: str) -> Iterator[None]:
     """Say at once that an interruption was heard, as what follows it may take seconds."""
-    before: dict[int, Any] = {}
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def tell(number: int, frame: FrameType | None, before: Before) -> None:
         if not _has_told.is_set():
             tell_stopped(f"{text}; once more ends it at once")
-        before[number](number, frame)
+        before(number, frame)
 
-    for each in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(each)
-        if callable(handler):
-            before[each] = handler
-            signal.signal(each, tell)
-    try:
+    with interruptions_to(tell):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _terminate(*_: object) -> None:
