@@ -226,9 +226,7 @@ class Loader:
             batch: Batch | None = None
             try:
                 batch = self._read(self.split, step, self.order_seed, mixture)
-            except (
-                Exception
-            ):  # The thread must live; who asks for this step meets the error itself.
+            except Exception:  # Here the thread must live; who asks for this step meets the error.
                 logger.debug("reading ahead failed step=%d", step, exc_info=True)
             with self._changed:
                 self._in_hand = None

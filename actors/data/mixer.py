@@ -168,8 +168,10 @@ class Mixer:
     ) -> FloatArray:
         reference_D = np.array([config.reference.get(name, 0.0) for name in self._domains])
         excess_D = np.where(seen_D, np.maximum(mean_D - reference_D, 0.0), 0.0)
+        # Without a floor a weight may become zero, and its logarithm no number.
+        least = np.finfo(np.float64).tiny
+        exponents = np.log(np.maximum(self._weights, least)) + config.rate * excess_D
         # The largest exponent is taken off first, so that none overflows.
-        exponents = np.log(self._weights) + config.rate * excess_D
         grown: FloatArray = np.exp(exponents - exponents.max())
         return _normalized(grown)
 

@@ -243,7 +243,8 @@ def _decide(mixer: Mixer, seat: Seat) -> None:
     if seat.rank == 0:
         mixer.decide(sums)
         quotas = mixer.quotas()
-    mixer.apply([_from_rank_zero(quota, seat) for quota in quotas])
+    # The others add zeros.
+    mixer.apply(_sums_over_ranks(np.array(quotas, dtype=np.int64), seat).tolist())
 
 
 def _gather(mixer: Mixer, seat: Seat) -> None:

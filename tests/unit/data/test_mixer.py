@@ -86,6 +86,15 @@ def test_huge_losses_overflow_nothing() -> None:
         assert sum(counts(one, 2)) == 40
 
 
+def test_without_a_floor_a_weight_may_vanish_and_come_back() -> None:
+    one = mixer(doremi(rate=1000.0, floor=0.0, reference={"a": 1.0}))
+    interval(one, 1.0, 9.0, 1.0)
+    assert one.weights["a"] == 0
+    for _ in range(3):
+        interval(one, 9.0, 0.0, 0.0)
+    assert one.weights["a"] == pytest.approx(1)
+
+
 def test_a_domain_that_was_not_drawn_keeps_its_weight_in_relation() -> None:
     one = mixer(doremi(reference={"a": 2.0, "b": 2.0}, floor=0.0))
     interval(one, 2.0, 2.0, float("nan"))
