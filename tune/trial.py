@@ -11,7 +11,7 @@ from typing import Any
 
 from ray import tune
 
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader import Loader

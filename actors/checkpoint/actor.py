@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore, StoreStatus
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.runs import RunStore

@@ -5,7 +5,7 @@ PyTorch's checkpoint package takes more than a second to import, on the path of 
 
 from typing import Any
 
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.rpc import call, result
 
 

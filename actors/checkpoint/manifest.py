@@ -9,28 +9,19 @@ DCP itself has no integrity check: a flipped bit loads silently. So no file is o
 digest was compared with the manifest's, and a folder without a manifest does not exist. Early
 checkpoints of format 1 have no `manifest.sha256`; where it is missing, the manifest is believed.
 Format and version: docs/formats.md#checkpoint.
+
+DCP is imported by the first write or read: it brings torch, seconds that the store's process would
+else spend while the workers start.
 """
 
 import contextlib
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-
-from eagleray.actors.checkpoint.snapshot import Checkpoint
+from eagleray.actors.checkpoint.state import Checkpoint
 from eagleray.platform.errors import IntegrityError, NotFoundError, StorageError
 from eagleray.platform.storage import Storage, canonical_json, digest_bytes, digest_file
-
-# The store writes alone on purpose; torch would say so at every checkpoint.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -140,21 +131,17 @@ class CheckpointFolder:
             NotFoundError: There is no complete checkpoint of this step.
             IntegrityError: It is damaged.
         """
+        from eagleray.actors.checkpoint.dcp import read_arrays  # noqa: PLC0415 - see the top
+
         self.verify(step)
         manifest = self.manifest(step)
         folder = self._storage.path(*self._place(f"{step:08d}"))
-        reader = FileSystemReader(folder)
-        tensors: dict[str, torch.Tensor] = {}
-        for name, stored in reader.read_metadata().state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
         try:
-            dcp_load(tensors, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:  # a BaseException: `except Exception` misses it
+            arrays = read_arrays(folder)
+        except ValueError as error:
             raise IntegrityError(
                 f"checkpoint {folder} does not load: {error}", _damaged(self._run_id)
             ) from error
-        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         return Checkpoint(step, arrays, manifest["samples"], manifest["meta"])
 
     def remove(self, step: int) -> None:
@@ -181,23 +168,15 @@ def newest_intact(folder: CheckpointFolder) -> tuple[Checkpoint | None, list[Sto
 
 
 def _save(checkpoint: Checkpoint, folder: Path) -> None:
-    tensors = {name: torch.from_numpy(_writable(a)) for name, a in checkpoint.arrays.items()}
+    from eagleray.actors.checkpoint.dcp import write_arrays  # noqa: PLC0415 - see the top
+
     try:
-        dcp_save(tensors, storage_writer=FileSystemWriter(folder, thread_count=1), no_dist=True)
-    except (CheckpointException, RuntimeError, OSError) as error:
-        # A full disk arrives as an opaque assertion of the archive writer.
+        write_arrays(checkpoint.arrays, folder)
+    except OSError as error:
         raise StorageError(
-            f"checkpoint {checkpoint.step} cannot be written to {folder.parent}: {_cause(error)}",
+            f"checkpoint {checkpoint.step} cannot be written to {folder.parent}: {error}",
             "check that the storage has room; the run goes on from memory until it can be written",
         ) from error
-
-
-def _cause(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    return array if array.flags.writeable else array.copy()
 
 
 def _damaged(run_id: str) -> str:

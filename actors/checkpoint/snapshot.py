@@ -1,12 +1,9 @@
-"""One rank's part of a training state, as plain arrays that can leave the process.
+"""Between a model with its optimizer and the arrays of a snapshot.
 
-Names of arrays: `model.<parameter>`, `optimizer.<slot>.<parameter>`, `rng.<rank>.cpu`,
-`samples` (see `Snapshot.samples_SB`).
-    S = steps since the snapshot before, B = sequences per rank and step.
+Names of arrays: `model.<parameter>`, `optimizer.<slot>.<parameter>`, `rng.<rank>.cpu`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,38 +11,6 @@ import torch
 from torch import nn
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state after `step` optimizer steps, as seen by one rank.
-
-    Replicated state (model, optimizer) comes from rank 0 alone; every rank adds its random state
-    and the ids of the samples that it trained on since the previous snapshot, so that what trained
-    the weights is committed together with them.
-    """
-
-    step: int
-    attempt: int
-    rank: int
-    world_size: int
-    arrays: dict[str, np.ndarray]
-    samples_SB: np.ndarray
-    first_step: int
-    """Step of the first row of `samples_SB`."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    """Plain values: metrics, progress; from rank 0."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete training state."""
-
-    step: int
-    arrays: dict[str, np.ndarray]
-    samples: str
-    """Name of the last segment of the sample log that led here."""
-    meta: dict[str, Any]
 
 
 def take_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:

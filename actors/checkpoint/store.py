@@ -23,7 +23,7 @@ import numpy as np
 
 from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import SampleLog, Segment
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import DeadlineExceededError, ServiceError, StorageError
 from eagleray.platform.storage import Storage

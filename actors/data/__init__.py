@@ -1,9 +1,14 @@
 """Raw text to verified shards to batches in an order that is a pure function of seed and step."""
 
-from eagleray.actors.data.build import BuildProgress, build_dataset, last_digest
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from eagleray.actors.data.dataset import Damage, Dataset
 from eagleray.actors.data.order import batch_ids, slice_for_rank
-from eagleray.actors.data.stream import BatchStream
+
+if TYPE_CHECKING:
+    from eagleray.actors.data.build import BuildProgress, build_dataset, last_digest
+    from eagleray.actors.data.stream import BatchStream
 
 __all__ = [
     "BatchStream",
@@ -15,3 +20,15 @@ __all__ = [
     "last_digest",
     "slice_for_rank",
 ]
+
+_LATER = {
+    "BatchStream": "stream", "BuildProgress": "build", "build_dataset": "build",
+    "last_digest": "build",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # A training worker imports this package: it must not wait for parsers and tokenizers.
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,16 +12,17 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
 
 from eagleray.actors.cache import FeatureCache
+from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, IntArray, SampleArray, Split
 from eagleray.actors.data.mixing import stratified
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.data.order import mixed_batch_ids, slice_bounds
+from eagleray.actors.data.order import mixed_batch_ids
 from eagleray.actors.data.shards import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -29,40 +30,6 @@ logger = logging.getLogger(__name__)
 _KEEP_BEHIND = 2
 # Evaluation goes over the held-out samples in one fixed order, whatever the training seed.
 _EVAL_SEED = 0
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A global batch, or the part of one rank: ids int64 [B], tokens int32 [B, T+1]."""
-
-    step: int
-    ids: IntArray
-    tokens: SampleArray
-
-    def slice_for_rank(self, rank: int, world_size: int) -> "Batch":
-        """The contiguous part of one rank.
-
-        Raises:
-            ValueError: The batch does not divide evenly, or there is no such rank.
-        """
-        start, stop = slice_bounds(len(self.ids), rank, world_size)
-        return Batch(self.step, self.ids[start:stop], self.tokens[start:stop])
-
-
-@dataclass(frozen=True)
-class LoaderStats:
-    """Figures since the start.
-
-    `ready` of the `batches` asked for had been read ahead; callers waited `wait_s` for the rest.
-    Reading took `read_s` in all. Cache figures count blocks.
-    """
-
-    batches: int = 0
-    ready: int = 0
-    wait_s: float = 0.0
-    read_s: float = 0.0
-    cache_hits: int = 0
-    cache_misses: int = 0
 
 
 class Loader:

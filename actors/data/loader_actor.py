@@ -11,16 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagleray.actors.cache import TouchSink, open_cache
 from eagleray.actors.cache.evictor_actor import EvictorClient
+from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, Split
-from eagleray.actors.data.loader import Batch, Loader, LoaderStats
+from eagleray.actors.data.loader import Loader
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.rpc import call
 from eagleray.actors.telemetry import RaySink, TotalsMeter
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.storage import Storage
@@ -132,51 +131,3 @@ def _sink(evictor: str | None) -> TouchSink | None:
         # Without it nobody evicts, and Redis refuses what does not fit: speed, nothing more.
         logger.warning("no evictor of this name: the cache will fill and stay name=%s", evictor)
         return None
-
-
-class LoaderClient:
-    """A loader actor with ordinary methods. What it returns belongs to the caller.
-
-    Args:
-        handle: From `create_loader`.
-        timeout_s: For each call, restarts of the actor included.
-    """
-
-    def __init__(self, handle: Any, timeout_s: float) -> None:
-        self._handle, self._timeout_s = handle, timeout_s
-
-    def batch(
-        self, step: int, rank: int = 0, world_size: int = 1, mixture: Mixture | None = None
-    ) -> Batch:
-        """One rank's part of a step's batch; `mixture` as for `Loader.batch`.
-
-        Raises:
-            DeadlineExceededError: It did not come in time; names the step.
-            ServiceError: The loader is gone for good, or the batch does not divide by `world_size`.
-            NotFoundError: There is no such dataset.
-            IntegrityError: A block of a shard is damaged; names shard and block.
-        """
-        what = f"the batch of step {step}"
-        return self._call(self._handle.batch, what, step, rank, world_size, mixture)
-
-    def eval_batch(self, index: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """One rank's part of a batch of held-out samples; raises as `batch` does."""
-        return self._call(
-            self._handle.eval_batch, f"evaluation batch {index}", index, rank, world_size
-        )
-
-    def stats(self) -> LoaderStats:
-        """Figures since the actor's process started."""
-        stats: LoaderStats = call(
-            self._handle.stats, timeout_s=self._timeout_s, what="the loader's statistics"
-        )
-        return stats
-
-    def _call(self, method: Any, what: str, *args: Any) -> Batch:
-        batch: Batch = call(method, *args, timeout_s=self._timeout_s, what=what)
-        # What came through the object store is read-only, which torch.from_numpy warns about.
-        return Batch(batch.step, _owned(batch.ids), _owned(batch.tokens))
-
-
-def _owned(array: Any) -> Any:
-    return array if array.flags.writeable else np.array(array)

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from eagleray.actors.cache import FeatureCache
+from eagleray.actors.data.batch import Batch
 from eagleray.actors.data.dataset import Dataset, Split
-from eagleray.actors.data.loader import Batch, Loader
+from eagleray.actors.data.loader import Loader
 from eagleray.actors.data.mixing import stratified
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.data.order import slice_bounds

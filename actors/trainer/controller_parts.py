@@ -1,20 +1,82 @@
-"""What we give Ray Train's controller: what it asks for, when it gives up, whom it tells.
+"""Ray Train's controller as we need it: what it starts, when it gives up, whom it tells.
 
 Nothing here imports torch, nor what does: the controller's process starts seconds earlier without,
 and it must be there before a worker can start.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
+import ray
 from ray.train import UserCallback
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
 )
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroup, state, worker_group
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    DefaultPlacementGroupHandle,
+)
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+
+class NamedWorkerGroup(WorkerGroup):
+    """Workers whose places bear the name of their run, so that the driver can free them.
+
+    Ray Train has a process of its own that frees them when the controller is killed.
+    """
+
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
+        context = worker_group_context
+        place = placement_group(
+            [context.resources_per_worker] * context.num_workers,
+            context.placement_strategy,
+            name=f"{places_of(str(self._train_run_context.run_config.name))}{context.run_attempt_id}",
+            bundle_label_selector=context.label_selector,
+        )
+        return DefaultPlacementGroupHandle(place)
+
+
+def places_of(run_name: str) -> str:
+    """How the names of a run's placement groups begin."""
+    return f"train:{run_name}:"
+
+
+def free_places(run_name: str) -> None:
+    """Remove the placement groups of a run whose controller is gone."""
+    for group_id, group in ray.util.placement_group_table().items():
+        if group["name"].startswith(places_of(run_name)) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
+
+
+class Controller(TrainController):
+    """Ray Train's controller without the actor through which its workers would synchronize.
+
+    It serves `ray.train.report` and `ray.train.collective`; our workers meet in their process
+    group. As a process of its own it would cost seconds of a core at each start of the workers.
+    """
+
+    worker_group_cls = NamedWorkerGroup
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        # In the controller's process alone, which is ours.
+        vars(worker_group)["SynchronizationActor"] = _NoSynchronization()
+        vars(state)["_shutdown_sync_actor"] = lambda _: None
+        super().__init__(*args, **arguments)
+
+
+class _NoSynchronization:
+    """Stands where Ray Train makes and passes on its actor; a call of it fails by its name."""
+
+    def options(self, **_: Any) -> Self:
+        return self
+
+    def remote(self, **_: Any) -> Self:
+        return self
 
 
 class FixedCluster(FixedScalingPolicy):

@@ -9,7 +9,8 @@ from typing import Any
 
 from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import Audit, SampleLog, audit
-from eagleray.actors.checkpoint.snapshot import Checkpoint, model_arrays
+from eagleray.actors.checkpoint.snapshot import model_arrays
+from eagleray.actors.checkpoint.state import Checkpoint
 from eagleray.actors.data.dataset import Dataset
 from eagleray.platform.artifact import publish_artifact
 from eagleray.platform.code import code_identity

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot, load_arrays, take_arrays
+from eagleray.actors.checkpoint.snapshot import load_arrays, take_arrays
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import Mixer, MixerSpec
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.data.order import domains_of

@@ -13,11 +13,11 @@ from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.train import Result
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailurePolicy
 
-from eagleray.actors.trainer.controller_parts import FixedCluster
+from eagleray.actors.trainer.controller_parts import Controller, FixedCluster, free_places
 from eagleray.platform.errors import RunFailedError
 
 _ABORT_S = 3.0
@@ -62,20 +62,25 @@ class EndableTrainer(TorchTrainer):
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(controller.abort.remote(), timeout=_ABORT_S)
         ray.kill(controller)
+        # Of one that was killed: it would else hold them as long as this process lives.
+        with contextlib.suppress(ray.exceptions.RayError):
+            free_places(str(self.run_config.name))
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         """As Ray Train's, without its handler of Ctrl-C."""
         variables = get_env_vars_to_propagate()
         arguments["failure_policy"] = self._failure_policy
-        # We read no Ray datasets.
+        # We read no Ray datasets, and free the places ourselves.
         arguments["callbacks"] = [
-            each for each in arguments["callbacks"] if not isinstance(each, DatasetsCallback)
+            each
+            for each in arguments["callbacks"]
+            if not isinstance(each, DatasetsCallback | PlacementGroupCleanerCallback)
         ]
         if self._is_fixed:
             arguments["scaling_policy"] = FixedCluster(self.scaling_config)  # type: ignore[arg-type]
             variables[_WATCHER_VARIABLE] = "0"
         here = ray.get_runtime_context().get_node_id()
-        controllers = ray.remote(TrainController).options(
+        controllers = ray.remote(Controller).options(
             num_cpus=0,
             label_selector={RAY_NODE_ID_KEY: here},
             runtime_env={"env_vars": variables},

@@ -4,6 +4,7 @@ B = sequences of this rank in the global batch, T = tokens per sequence, V = voc
 """
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,13 +134,26 @@ class Stepper:
         return losses.view_as(targets_BT).mean(dim=1)
 
 
-def make_optimizer(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+class EagerAdamW(torch.optim.AdamW):
+    """torch's AdamW without the hooks of its compiler.
+
+    They import `torch._dynamo`, more than a second of a core, at each start of a worker.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+
+def make_optimizer(model: nn.Module, config: AdamWConfig) -> EagerAdamW:
     """AdamW; matrices decay, vectors (norms) do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
-    )
+    return EagerAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)

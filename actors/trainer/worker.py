@@ -13,8 +13,8 @@ import ray
 import ray.train
 
 from eagleray.actors.checkpoint.client import StoreClient
-from eagleray.actors.data.loader import Batch
-from eagleray.actors.data.loader_actor import LoaderClient
+from eagleray.actors.data.batch import Batch
+from eagleray.actors.data.loader_client import LoaderClient
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
 from eagleray.actors.trainer.recorder import Fatal

@@ -121,7 +121,7 @@ def test_a_run_may_be_ended_while_its_workers_start(
     project = make_project()
     with started(project.loaded.root, "train") as process:
         run_id = read_until(process, r"run (\S+)")[1]
-        until(has(process.pid, "ray::TrainController"), "Ray Train's controller", 120)
+        until(has(process.pid, "ray::Controller"), "Ray Train's controller", 120)
         ended = end_by(process, signal.SIGINT, until)
     assert ended == (130, f"{HEARD}stopped; go on with: eagleray resume {run_id}\n")
     assert project.runs.state(run_id).status is RunStatus.STOPPED

@@ -66,6 +66,17 @@ def named_actor(prefix: str) -> Callable[[str, Progress], int | None]:
     return find
 
 
+def child(title: str) -> Callable[[str, Progress], int | None]:
+    def find(_: str, __: Progress) -> int | None:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
+                    return process.pid
+        return None
+
+    return find
+
+
 def assert_same(run: TrainedRun, undisturbed: TrainedRun) -> None:
     """The same weights from the same samples, each exactly once."""
     assert (run.steps, run.samples, run.missing, run.doubled) == (STEPS, STEPS * 8, 0, 0)
@@ -146,6 +157,20 @@ def test_a_run_that_dies_too_often_fails_and_is_resumed_past_a_damaged_checkpoin
     events = [event["event"] for event in project.runs.events(state.run_id)]
     assert events.count("checkpoint_damaged") == 1
     assert project.runs.state(state.run_id).status is RunStatus.FINISHED
+
+
+def test_a_killed_controller_ends_the_run_and_gives_its_places_back(
+    make_project: MakeProject,
+) -> None:
+    project = make_project()
+    kill = KillOnce(4, child("ray::Controller"))
+    with pytest.raises(RunFailedError, match="resume"):
+        project.train(kill)
+    assert kill.pid is not None
+    # This process is still the job that they belong to: nobody else would free them.
+    groups = ray.util.placement_group_table().values()
+    assert groups
+    assert {group["state"] for group in groups} == {"REMOVED"}
 
 
 def test_a_damaged_shard_ends_the_run_with_its_name(make_project: MakeProject) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop

@@ -13,8 +13,10 @@ import ray
 
 from eagleray.actors.cache.evictor_actor import EvictorClient, create_evictor
 from eagleray.actors.data import Dataset
-from eagleray.actors.data.loader import Batch, Loader
-from eagleray.actors.data.loader_actor import LoaderClient, LoaderSpec, create_loader
+from eagleray.actors.data.batch import Batch
+from eagleray.actors.data.loader import Loader
+from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
+from eagleray.actors.data.loader_client import LoaderClient
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.errors import DeadlineExceededError, NotFoundError, ServiceError
 from eagleray.platform.redis_server import RedisServer

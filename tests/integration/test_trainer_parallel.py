@@ -11,7 +11,7 @@ import pytest
 
 from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.actors.checkpoint.samples import SampleLog, audit
-from eagleray.actors.checkpoint.snapshot import Checkpoint
+from eagleray.actors.checkpoint.state import Checkpoint
 from eagleray.platform.storage import Storage
 
 pytestmark = pytest.mark.timeout(300)

@@ -10,13 +10,8 @@ import torch
 
 from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.samples import SampleLog, Segment, audit
-from eagleray.actors.checkpoint.snapshot import (
-    Checkpoint,
-    Snapshot,
-    load_arrays,
-    model_arrays,
-    take_arrays,
-)
+from eagleray.actors.checkpoint.snapshot import load_arrays, model_arrays, take_arrays
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import (
@@ -121,7 +116,7 @@ def test_a_write_that_fails_leaves_nothing_and_says_why(
 
     folder = CheckpointFolder(store, "r")
     with monkeypatch.context() as patch:
-        patch.setattr("eagleray.actors.checkpoint.manifest.dcp_save", full)
+        patch.setattr("eagleray.actors.checkpoint.dcp.dcp_save", full)
         with pytest.raises(StorageError, match="has room"):
             folder.write(checkpoint(1))
     assert os.listdir(store.path("runs", "r", "checkpoints")) == []

@@ -10,7 +10,8 @@ import pytest
 
 from eagleray.actors.cache import FeatureCache, open_cache
 from eagleray.actors.data import Dataset, batch_ids
-from eagleray.actors.data.loader import Batch, Loader
+from eagleray.actors.data.batch import Batch
+from eagleray.actors.data.loader import Loader
 from eagleray.actors.data.loader_actor import LoaderServer, LoaderSpec
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.data.order import mixed_batch_ids

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagleray.actors.checkpoint.samples import SampleLog, audit
-from eagleray.actors.checkpoint.snapshot import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.mixer import MixerSpec
 from eagleray.actors.data.mixture import Mixture
