@@ -1,9 +1,10 @@
-"""Raw files to a published dataset, in four streaming passes: hash, count, learn, encode.
+"""Raw files to a published dataset, in streaming passes: hash, count, learn, encode, join.
 
 Laws:
-    * The same files and settings give the same digest, on any machine and in any folder.
-    * A dataset is visible whole or not at all; a killed build leaves nothing but a hidden folder,
-      which the next build removes.
+    * The same files and settings give the same digest, on any machine and in any folder, however
+      often the build was killed and by however many processes it was done.
+    * A dataset is visible whole or not at all. A killed build leaves a hidden folder with what it
+      finished, which the next build of the same goes on from and a build of anything else removes.
     * Memory is bounded by one document and one batch of text, not by the corpus.
     * A document's split depends on its text alone: adding data never moves a held-out document into
       training, and the tokenizer never sees held-out text.
@@ -12,32 +13,53 @@ Laws:
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
 
-from eagleray.actors.data.dataset import FORMAT, SPLITS, Dataset, Split
+from eagleray.actors.data.dataset import FORMAT, SPLITS, Dataset
 from eagleray.actors.data.records import MAX_RECORD_BYTES, SourceFile
 from eagleray.actors.data.shards import BLOCK_TOKENS
-from eagleray.actors.data.sources import DocumentReader, Tally, described, find_files
+from eagleray.actors.data.sources import (
+    NUM_EXAMPLES,
+    DocumentReader,
+    Part,
+    Tally,
+    described,
+    find_files,
+    parts_of,
+)
 from eagleray.actors.data.split_writer import SplitWriter, joined
 from eagleray.actors.data.tokenizer import TextTokenizer, load_tokenizer, paragraphs, train_bpe
+from eagleray.actors.data.units import (
+    TOKENIZER,
+    Encoder,
+    Unit,
+    UnitResult,
+    changed,
+    split_of,
+    total,
+)
 from eagleray.platform.config import BpeConfig, DataConfig
 from eagleray.platform.errors import DataError, NotFoundError, StorageError
 from eagleray.platform.storage import Storage, canonical_json, digest_bytes, digest_file
 
 logger = logging.getLogger(__name__)
 
-_BATCH_CHARS = 1_000_000
+UNIT_BYTES = 16_000_000
+"""Of raw text: what a kill costs, and what a process takes at a time."""
+PARALLEL_BYTES = 256_000_000
+"""Below, a cluster's start would take longer than it saves."""
+_REPORT_BYTES = 1_000_000
 _LAST = ("datasets", "last.json")
 
-Phase = Literal["hash", "count", "tokenizer", "encode", "found", "done"]
+Phase = Literal["hash", "wait", "count", "tokenizer", "cluster", "encode", "found", "done"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,7 @@ class BuildProgress:
 
 
 OnProgress = Callable[[BuildProgress], None]
+OpenCluster = Callable[[], AbstractContextManager[object]]
 
 
 def build_dataset(
@@ -59,6 +82,7 @@ def build_dataset(
     resolve: Callable[[str], Path],
     storage: Storage,
     on_progress: OnProgress | None = None,
+    open_cluster: OpenCluster | None = None,
 ) -> Dataset:
     """Build the dataset that `data` describes, or find it if it was built before.
 
@@ -67,12 +91,14 @@ def build_dataset(
         resolve: Turns a path of the configuration into an absolute one.
         storage: Gets `datasets/<digest>/`.
         on_progress: Called a few times a second, from this thread.
+        open_cluster: Connects to Ray, for a corpus that is large enough to be encoded by many
+            processes; its nodes must see the files and the storage. None: this process alone.
 
     Raises:
         DataError: The sources cannot be used, or give no sample for a split.
         StorageError: Storage cannot be written.
     """
-    return _Build(data, resolve, storage, on_progress or (lambda progress: None)).run()
+    return _Build(data, resolve, storage, on_progress or (lambda progress: None)).run(open_cluster)
 
 
 def last_digest(storage: Storage) -> str:
@@ -103,38 +129,38 @@ class _Build:
         self._reader = DocumentReader(self._files, data.on_bad_record)
         self._total_bytes = sum(file.path.stat().st_size for file in self._files)
 
-    def run(self) -> Dataset:
-        digests = self._hash()
+    def run(self, open_cluster: OpenCluster | None) -> Dataset:
+        digests, parts = self._plan()
         key = self._key(digests)
         dataset = self._found(key)
         if dataset is None:
-            with _builders_lock(self._storage), _staging(self._storage) as folder:
-                digest = self._fill(folder, digests)
-                with self._storage.publish_folder("datasets", digest) as published:
-                    for path in folder.iterdir():
-                        path.rename(published / path.name)
-                self._storage.put_json({"digest": digest}, "datasets", "builds", f"{key}.json")
-            dataset = Dataset.open(self._storage, digest)
-            logger.info("dataset built digest=%s", digest)
+            with _building(
+                self._storage, key, lambda: self._report(BuildProgress("wait", 0.0))
+            ) as (folder):
+                # Perhaps another process has built it meanwhile.
+                dataset = self._found(key) or self._fill(folder, key, digests, parts, open_cluster)
         self._storage.put_json({"digest": dataset.digest}, *_LAST)
         return dataset
 
-    def _hash(self) -> list[str]:
-        digests: dict[Path, str] = {}
-        done = 0
-        for file in self._files:
-            self._report(BuildProgress("hash", done / max(1, self._total_bytes), bytes=done))
-            try:
-                # Several domains may read one file.
-                if file.path not in digests:
-                    digests[file.path] = digest_file(file.path)
-                done += file.path.stat().st_size
-            except OSError as error:
-                raise DataError(
-                    f"{file.path} cannot be read: {error.strerror or error}",
-                    "check the file and its permissions",
-                ) from error
-        return [digests[file.path] for file in self._files]
+    def _plan(self) -> tuple[list[str], list[list[Part]]]:
+        """SHA-256 and parts of each file."""
+        done, told = 0, -_REPORT_BYTES
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done, told
+            done += num_bytes
+            if done - told >= _REPORT_BYTES:
+                told = done
+                self._report(BuildProgress("hash", self._share(done), bytes=done))
+
+        advance(0)
+        # Several domains may read one file.
+        plans = {
+            (file.path, file.kind): parts_of(file, UNIT_BYTES, advance)
+            for file in dict(((file.path, file.kind), file) for file in self._files).values()
+        }
+        found = [plans[file.path, file.kind] for file in self._files]
+        return [digest for digest, _ in found], [parts for _, parts in found]
 
     def _key(self, digests: Sequence[str]) -> str:
         """Names everything that the bytes of the dataset follow from."""
@@ -176,106 +202,219 @@ class _Build:
         self._report(BuildProgress("found", 1.0, bytes=self._total_bytes))
         return dataset
 
-    def _fill(self, folder: Path, digests: Sequence[str]) -> str:
-        tokenizer = self._tokenizer()
+    def _fill(
+        self,
+        folder: Path,
+        key: str,
+        digests: Sequence[str],
+        parts: Sequence[Sequence[Part]],
+        open_cluster: OpenCluster | None,
+    ) -> Dataset:
         with _named_failure(folder):
-            (folder / "tokenizer.json").write_bytes(tokenizer.json)
-            splits = self._encode(folder, tokenizer)
-            self._check(digests, splits)
-            manifest = canonical_json(self._manifest(tokenizer, splits))
-            (folder / "manifest.json").write_bytes(manifest)
-        return digest_bytes(manifest)
+            tokenizer = self._kept_tokenizer(folder, digests)
+            units = [
+                Unit(index, file_index, self._files[file_index], part)
+                for index, (file_index, part) in enumerate(
+                    (i, part) for i, of_file in enumerate(parts) for part in of_file
+                )
+            ]
+            encoder = Encoder(folder, self._data.eval_fraction, self._data.on_bad_record)
+            results = self._encode(encoder, units, tokenizer, open_cluster)
+            tallies = self._tallies(units, results, digests)
+            files = folder / "dataset"
+            shutil.rmtree(files, ignore_errors=True)
+            files.mkdir()
+            (files / TOKENIZER).write_bytes(tokenizer.json)
+            splits = self._join(files, encoder, units, results, tokenizer)
+            self._check(tallies, splits)
+            manifest = canonical_json(self._manifest(tokenizer, tallies, splits))
+            (files / "manifest.json").write_bytes(manifest)
+        digest = digest_bytes(manifest)
+        with self._storage.publish_folder("datasets", digest) as published:
+            for path in files.iterdir():
+                path.rename(published / path.name)
+        self._storage.put_json({"digest": digest}, "datasets", "builds", f"{key}.json")
+        dataset = Dataset.open(self._storage, digest)
+        logger.info("dataset built digest=%s", digest)
+        return dataset
 
-    def _tokenizer(self) -> TextTokenizer:
+    def _kept_tokenizer(self, folder: Path, digests: Sequence[str]) -> TextTokenizer:
+        """The build's tokenizer; learnt once, whatever is killed."""
+        kept = folder / TOKENIZER
+        if kept.exists():
+            return TextTokenizer(kept.read_bytes())
+        tokenizer = self._tokenizer(digests)
+        staging = folder / f".tmp-{TOKENIZER}"
+        with staging.open("wb") as file:
+            file.write(tokenizer.json)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.rename(kept)
+        return tokenizer
+
+    def _tokenizer(self, digests: Sequence[str]) -> TextTokenizer:
         config = self._data.tokenizer
         if not isinstance(config, BpeConfig):
             return load_tokenizer(self._resolve(config.path))
-        total = sum(len(text.encode()) for text in self._training_texts("count"))
-        self._check_documents()
-        if not total:
-            raise self._no_sample("train", 0, 0)
-        share = config.train_bytes / max(1, total)
+        num_bytes = sum(len(text.encode()) for text in self._training_texts("count"))
+        self._check_documents(self._reader.tallies)
+        if not num_bytes:
+            raise self._no_sample(self._reader.tallies, "train", 0, 0)
+        share = config.train_bytes / num_bytes
         texts = self._training_texts("tokenizer")
-        return train_bpe(_sampled(texts, share), config.vocab_size)
+        tokenizer = train_bpe(_sampled(texts, share), config.vocab_size)
+        for file, digest, tally in zip(self._files, digests, self._reader.tallies, strict=True):
+            if tally.sha256 != digest:
+                raise changed(file)
+        return tokenizer
 
     def _training_texts(self, phase: Phase) -> Iterator[str]:
-        for document in self._documents(phase):
-            if document.split == "train":
-                yield document.text
-
-    def _documents(self, phase: Phase) -> Iterator["_Placed"]:
-        """Each document with its place; reports reading as progress."""
-        threshold = int(self._data.eval_fraction * 2**64)
-        reported = -_BATCH_CHARS
+        """The text that a tokenizer may see; reports reading as progress."""
+        reported = -_REPORT_BYTES
         for count, document in enumerate(self._reader.documents(), start=1):
-            digest = hashlib.sha256(document.text.encode()).digest()
-            is_held_out = int.from_bytes(digest[:8]) < threshold
-            domain = self._files[document.file].domain
-            yield _Placed(document.text, domain, "eval" if is_held_out else "train")
-            if phase != "encode" and self._reader.bytes_read - reported >= _BATCH_CHARS:
-                reported = self._reader.bytes_read
-                self._report(BuildProgress(phase, self._fraction(), count, reported))
+            if split_of(document.text, self._data.eval_fraction) == "train":
+                yield document.text
+            read = self._reader.bytes_read
+            if read - reported >= _REPORT_BYTES:
+                reported = read
+                self._report(BuildProgress(phase, self._share(read), count, read))
 
-    def _encode(self, folder: Path, tokenizer: TextTokenizer) -> dict[str, Any]:
+    def _encode(
+        self,
+        encoder: Encoder,
+        units: Sequence[Unit],
+        tokenizer: TextTokenizer,
+        open_cluster: OpenCluster | None,
+    ) -> list[UnitResult]:
+        """Encode the units that no earlier process has finished."""
+        results = {unit.index: encoder.found(unit) for unit in units}
+        documents = num_bytes = tokens = 0
+
+        def advance(more_documents: int, more_bytes: int, more_tokens: int) -> None:
+            nonlocal documents, num_bytes, tokens
+            documents, num_bytes = documents + more_documents, num_bytes + more_bytes
+            tokens += more_tokens
+            self._report(
+                BuildProgress("encode", self._share(num_bytes), documents, num_bytes, tokens)
+            )
+
+        def finished(unit: Unit, result: UnitResult) -> None:
+            advance(
+                result.tally.documents,
+                unit.part.num_bytes,
+                sum(part.tokens for part in result.splits.values()),
+            )
+
+        missing = []
+        for unit in units:
+            kept = results[unit.index]
+            if kept is None:
+                missing.append(unit)
+            else:
+                finished(unit, kept)
+        if len(missing) < len(units):
+            logger.info(
+                "build goes on from an earlier one units=%d of=%d",
+                len(units) - len(missing),
+                len(units),
+            )
+        is_large = sum(unit.part.num_bytes for unit in missing) >= PARALLEL_BYTES
+        if open_cluster is not None and is_large and len(missing) > 1:
+            self._report(BuildProgress("cluster", 0.0))
+            with open_cluster():
+                # Ray Data takes a second to import: not for a small corpus.
+                from eagleray.actors.data.parallel import encode_all  # noqa: PLC0415
+
+                for index in encode_all(encoder, missing):
+                    result = results[index] = encoder.found(units[index])
+                    assert result is not None, f"unit {index} was said to be finished"
+                    finished(units[index], result)
+        else:
+            for unit in missing:
+                results[unit.index] = encoder.encode(unit, tokenizer, advance)
+        return [result for result in results.values() if result is not None]
+
+    def _join(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        units: Sequence[Unit],
+        results: Sequence[UnitResult],
+        tokenizer: TextTokenizer,
+    ) -> dict[str, Any]:
+        """Cut what the units hold into shards, in the order of the units."""
         shape = (tokenizer, self._data.shard_bytes, self._data.seq_len)
-        domains = self._data.domains
-        with ExitStack() as stack:
-            writers = {
-                (domain, split): stack.enter_context(SplitWriter(folder, domain, split, *shape))
-                for domain in domains
-                for split in SPLITS
-            }
-            for batch in _batches(self._documents("encode")):
-                encoded = tokenizer.encode_batch([document.text for document in batch])
-                for ids, document in zip(encoded, batch, strict=True):
-                    writers[document.domain, document.split].append(ids)
-                self._report(
-                    BuildProgress(
-                        "encode",
-                        self._fraction(),
-                        sum(writer.num_documents for writer in writers.values()),
-                        self._reader.bytes_read,
-                        sum(writer.num_tokens for writer in writers.values()),
-                    )
-                )
-        return {
-            split: joined({domain: writers[domain, split].describe() for domain in domains})
-            for split in SPLITS
-        }
+        described_splits: dict[str, dict[str, dict[str, Any]]] = {split: {} for split in SPLITS}
+        for domain in self._data.domains:
+            for split in SPLITS:
+                with SplitWriter(folder, domain, split, *shape) as writer:
+                    for unit, result in zip(units, results, strict=True):
+                        if unit.file.domain != domain:
+                            continue
+                        part = result.splits[split]
+                        writer.count(part.documents, part.lengths)
+                        for ids in encoder.ids(unit, split, part, tokenizer.dtype):
+                            writer.append(ids)
+                described_splits[split][domain] = writer.describe()
+        return {split: joined(domains) for split, domains in described_splits.items()}
 
-    def _fraction(self) -> float:
-        return min(1.0, self._reader.bytes_read / max(1, self._total_bytes))
+    def _tallies(
+        self, units: Sequence[Unit], results: Sequence[UnitResult], digests: Sequence[str]
+    ) -> list[Tally]:
+        """What was found in each file, which must still be the one that was hashed."""
+        tallies = []
+        for index, (file, digest) in enumerate(zip(self._files, digests, strict=True)):
+            of_file = [
+                result.tally
+                for unit, result in zip(units, results, strict=True)
+                if unit.file_index == index
+            ]
+            tally = total(of_file, digest, NUM_EXAMPLES)
+            size = file.path.stat().st_size
+            if file.kind == "parquet":
+                # Its parts have no digests, and their sizes are those of columns.
+                tally.bytes = size
+                if digest_file(file.path) != digest:
+                    raise changed(file)
+            elif tally.bytes != size:
+                raise changed(file)
+            tallies.append(tally)
+        return tallies
 
-    def _check(self, digests: Sequence[str], splits: dict[str, Any]) -> None:
-        for file, before, tally in zip(self._files, digests, self._reader.tallies, strict=True):
-            if tally.sha256 != before:
-                raise DataError(
-                    f"{file.path} was changed while the dataset was built",
-                    "build again when it is still",
-                )
-        self._check_documents()
+    def _waits(self) -> None:
+        self._report(BuildProgress("wait", 0.0))
+
+    def _share(self, num_bytes: int) -> float:
+        return min(1.0, num_bytes / max(1, self._total_bytes))
+
+    def _check(self, tallies: Sequence[Tally], splits: dict[str, Any]) -> None:
+        self._check_documents(tallies)
         for domain, found in splits["train"]["domains"].items():
             if not found["samples"]:
-                raise self._no_sample("train", found["documents"], found["tokens"], domain)
+                raise self._no_sample(tallies, "train", found["documents"], found["tokens"], domain)
         held_out = splits["eval"]
         if not held_out["samples"]:
-            raise self._no_sample("eval", held_out["documents"], held_out["tokens"])
+            raise self._no_sample(tallies, "eval", held_out["documents"], held_out["tokens"])
 
     def _no_sample(
-        self, split: str, num_documents: int, num_tokens: int, domain: str = ""
+        self,
+        tallies: Sequence[Tally],
+        split: str,
+        num_documents: int,
+        num_tokens: int,
+        domain: str = "",
     ) -> DataError:
-        total = sum(tally.documents for tally in self._reader.tallies)
+        of_all = sum(tally.documents for tally in tallies)
         of_domain = f" of domain {domain}" if len(self._data.domains) > 1 and domain else ""
         return DataError(
-            f"the {split} split{of_domain} has no sample: {num_documents} of {total} documents "
+            f"the {split} split{of_domain} has no sample: {num_documents} of {of_all} documents "
             f"with {num_tokens} tokens, and one sample needs seq_len + 1 = "
             f"{self._data.seq_len + 1} (data.eval_fraction={self._data.eval_fraction:g})",
             f"add text{of_domain}, lower data.seq_len, or "
             f"{'raise' if split == 'eval' else 'lower'} data.eval_fraction",
         )
 
-    def _check_documents(self) -> None:
-        tallies = self._reader.tallies
+    def _check_documents(self, tallies: Sequence[Tally]) -> None:
         if not any(tally.documents for tally in tallies):
             paths = ", ".join(source.path for source in self._data.sources)
             raise DataError(
@@ -286,7 +425,9 @@ class _Build:
                 "check text_field and `where`, or name other files",
             )
 
-    def _manifest(self, tokenizer: TextTokenizer, splits: dict[str, Any]) -> dict[str, Any]:
+    def _manifest(
+        self, tokenizer: TextTokenizer, tallies: Sequence[Tally], splits: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "seq_len": self._data.seq_len,
@@ -299,21 +440,11 @@ class _Build:
                 "eod_token": tokenizer.eod_token,
             },
             "sources": [
-                _describe(file, tally)
-                for file, tally in zip(self._files, self._reader.tallies, strict=True)
+                _describe(file, tally) for file, tally in zip(self._files, tallies, strict=True)
             ],
             "domains": list(self._data.domains),
             "splits": splits,
         }
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A document and where it belongs."""
-
-    text: str
-    domain: str
-    split: Split
 
 
 def _describe(file: SourceFile, tally: Tally) -> dict[str, Any]:
@@ -343,45 +474,52 @@ def _sampled(texts: Iterator[str], share: float) -> Iterator[str]:
                 yield part
 
 
-def _batches(documents: Iterator[_Placed]) -> Iterator[list[_Placed]]:
-    batch: list[_Placed] = []
-    num_chars = 0
-    for document in documents:
-        batch.append(document)
-        num_chars += len(document.text)
-        if num_chars >= _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
-
-
 @contextmanager
-def _builders_lock(storage: Storage) -> Iterator[None]:
-    """Held, shared, by each running build; one that is alone removes what killed ones left."""
+def _building(storage: Storage, key: str, on_wait: Callable[[], None]) -> Iterator[Path]:
+    """The folder of one build, for one process at a time; it stays if the build may be continued.
+
+    Each running build holds the lock of all shared; one that is alone removes what others left.
+    """
     root = storage.path("datasets")
-    with _named_failure(root):
-        root.mkdir(parents=True, exist_ok=True)
-        lock = (root / ".building.lock").open("w")
-    with lock:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Folders only: a temporary file may be another process writing a pointer right now.
-            for path in root.glob(".tmp-*/"):
-                shutil.rmtree(path, ignore_errors=True)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
+    # How the corpus is cut belongs to the name: unit 7 must be unit 7 of the build before.
+    folder = root / f".build-{key}-{UNIT_BYTES}"
+    with ExitStack() as stack:
+        with _named_failure(root):
+            root.mkdir(parents=True, exist_ok=True)
+            shared = stack.enter_context((root / ".building.lock").open("w"))
+            with suppress(BlockingIOError):
+                fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Folders only: a temporary file may be another process writing a pointer right now.
+                for path in [*root.glob(".tmp-*/"), *root.glob(".build-*/")]:
+                    if path != folder:
+                        shutil.rmtree(path, ignore_errors=True)
+            fcntl.flock(shared, fcntl.LOCK_SH)
+            stack.enter_context(_owned(folder, on_wait))
+        try:
+            yield folder
+        except DataError:
+            # Files or settings must change, and then it is another build.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _staging(storage: Storage) -> Iterator[Path]:
-    folder = storage.path("datasets", f".tmp-build-{uuid.uuid4().hex}")
-    with _named_failure(folder):
-        folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _owned(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """The lock of a build's folder, which is made for it."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            # The one before may have removed the folder, and a third made it anew.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), (folder / ".lock").stat()):
+                    yield
+                    return
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from gzip import GzipFile
 from io import BufferedReader
@@ -69,8 +69,13 @@ def unpacked(path: Path, stream: BinaryIO) -> BinaryIO:
     return stream
 
 
-def read_records(file: SourceFile, content: BinaryIO) -> Records:
+def read_records(file: SourceFile, content: BinaryIO, first_line: int = 0) -> Records:
     """The records of a file of any kind but parquet.
+
+    Args:
+        file: What `content` belongs to.
+        content: Its bytes, unpacked.
+        first_line: Lines before `content` begins; only JSON Lines may begin inside.
 
     Raises:
         DataError: It is a CSV file without a usable header.
@@ -80,31 +85,45 @@ def read_records(file: SourceFile, content: BinaryIO) -> Records:
     elif file.kind == "csv":
         yield from _rows(file, content)
     else:
-        for line, record in _lines(content):
+        for line, record in _lines(content, first_line):
             yield line, _json_object(record)
 
 
-def read_parquet(file: SourceFile) -> Iterator[tuple[float, Records]]:
-    """(share of the rows before, records) of each batch of rows.
+def read_parquet(file: SourceFile, groups: range | None = None) -> Iterator[tuple[float, Records]]:
+    """(share of the rows before, records) of each batch of rows; of some row groups or of all.
 
     Raises:
         DataError: It is no Parquet file, is damaged, or lacks a column.
     """
-    wanted = [file.text_field, *file.where]
-    try:
-        with pyarrow.parquet.ParquetFile(file.path) as table:
-            _check_columns(file, table.schema_arrow.names)
-            total, done = max(1, table.metadata.num_rows), 0
-            columns = list(dict.fromkeys(wanted))
-            for batch in table.iter_batches(_PARQUET_ROWS, columns=columns):
-                values = batch.to_pydict()
-                rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values())]  # noqa: B905 - columns are equally long
-                yield done / total, iter([(done + i, row) for i, row in enumerate(rows, start=1)])
-                done += len(rows)
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{file.path} cannot be read as Parquet: {error}", "write or fetch it again"
-        ) from error
+    with _parquet(file) as table:
+        _check_columns(file, table.schema_arrow.names)
+        sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+        groups = range(len(sizes)) if groups is None else groups
+        before, here = sum(sizes[: groups.start]), sum(sizes[groups.start : groups.stop])
+        done = 0
+        columns = list(dict.fromkeys([file.text_field, *file.where]))
+        for batch in table.iter_batches(_PARQUET_ROWS, row_groups=list(groups), columns=columns):
+            values = batch.to_pydict()
+            rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values())]  # noqa: B905 - columns are equally long
+            first = before + done + 1
+            yield done / max(1, here), iter([(first + i, row) for i, row in enumerate(rows)])
+            done += len(rows)
+
+
+def parquet_groups(file: SourceFile, target_bytes: int) -> Iterator[tuple[range, int]]:
+    """Row groups of about `target_bytes` together, with the bytes of the file that they take.
+
+    Raises:
+        DataError: It is no Parquet file.
+    """
+    with _parquet(file) as table:
+        start, size, count = 0, 0, table.metadata.num_row_groups
+        for group in range(count):
+            columns = table.metadata.row_group(group)
+            size += sum(columns.column(i).total_compressed_size for i in range(columns.num_columns))
+            if size >= target_bytes or group == count - 1:
+                yield range(start, group + 1), size
+                start, size = group + 1, 0
 
 
 def field_text(fields: dict[str, Any], name: str) -> str | Bad:
@@ -120,6 +139,17 @@ def field_text(fields: dict[str, Any], name: str) -> str | Bad:
         # JSON may spell half of a surrogate pair; no UTF-8 text can hold it.
         return Bad(f"has half a surrogate pair in field {name!r}")
     return text
+
+
+@contextmanager
+def _parquet(file: SourceFile) -> Iterator[pyarrow.parquet.ParquetFile]:
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as table:
+            yield table
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{file.path} cannot be read as Parquet: {error}", "write or fetch it again"
+        ) from error
 
 
 class _Lent:
@@ -166,9 +196,8 @@ def _text_file(file: SourceFile, content: bytes) -> dict[str, Any] | Bad:
         return _not_utf8(error)
 
 
-def _lines(content: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _lines(content: BinaryIO, line: int) -> Iterator[tuple[int, bytes]]:
     """(line, bytes) of each line; one that is too long comes cut, just above the limit."""
-    line = 0
     while record := content.readline(MAX_RECORD_BYTES + 1):
         line += 1
         rest = record

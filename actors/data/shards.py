@@ -4,13 +4,18 @@ A shard is a header, little-endian token ids, and a CRC-32 per block of ids; eve
 is under one checksum or another. Layout and version: docs/formats.md#token-shard.
 
 Blocks are checked when they are first touched, once per open shard, so reading starts at once and
-no damaged token is ever returned. Reads are views of the memory map: no copy, and not writable.
+no damaged token is ever returned. One that fails is fetched from storage again a few times, past
+the page cache: on a network file system a bad read need not be a bad file. Reads are views of the
+memory map, or of what was fetched again: no copy of a sound block, and not writable.
 """
 
+import logging
 import mmap
+import os
 import struct
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eagleray.platform.errors import DataError, IntegrityError
+
+logger = logging.getLogger(__name__)
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -32,6 +39,7 @@ BLOCK_TOKENS = 16_384
 _FIELDS = struct.Struct("<8sIIQQII32s")
 _CRC = struct.Struct("<I")
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_REFETCH_PAUSES_S = (0.01, 0.1, 0.5)
 _RESTORE = "restore the file from a copy, or remove the dataset's folder and build it again"
 
 
@@ -165,13 +173,17 @@ class ShardWriter:
 class Shard:
     """An open shard. Safe for several threads: a block may be checked twice, never too seldom.
 
+    Args:
+        path: The file.
+        sleep: Waits before a block that failed is fetched again.
+
     Raises:
         IntegrityError: On opening: not a shard, damaged header or checksums, or not as long as the
             header says. On reading: a touched block is damaged; the message names shard and block.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.path, self._sleep = path, sleep
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -197,19 +209,21 @@ class Shard:
             self._map, dtype=self.header.dtype, count=self.header.num_tokens, offset=HEADER_BYTES
         )
         self._is_checked = np.zeros(self.header.num_blocks, dtype=np.bool_)
+        self._refetched: dict[int, TokenArray] = {}
 
     def read(self, start: int, stop: int) -> TokenArray:
         """Tokens [start, stop) of this shard, as a read-only view of the file."""
-        first, last = start // self.header.block_tokens, (stop - 1) // self.header.block_tokens
+        size = self.header.block_tokens
+        first, last = start // size, (stop - 1) // size
         for block in range(first, last + 1):
             if not self._is_checked[block]:
                 if not self.is_sound(block):
-                    raise IntegrityError(
-                        f"shard {self.path.name}: block {block} (tokens from "
-                        f"{block * self.header.block_tokens}) fails its checksum ({self.path})",
-                        _RESTORE,
-                    )
+                    self._refetched[block] = self._refetch(block)
                 self._is_checked[block] = True
+        if self._refetched and not self._refetched.keys().isdisjoint(range(first, last + 1)):
+            whole = np.concatenate([self._block(block) for block in range(first, last + 1)])
+            whole.flags.writeable = False
+            return whole[start - first * size : stop - first * size]
         return self._tokens[start:stop]
 
     def read_block(self, block: int) -> TokenArray:
@@ -218,7 +232,7 @@ class Shard:
         return self.read(start, min(start + self.header.block_tokens, self.header.num_tokens))
 
     def is_sound(self, block: int) -> bool:
-        """Check a block against its checksum now."""
+        """Check a block of the file against its checksum now."""
         start = block * self.header.block_tokens
         tokens = self._tokens[start : start + self.header.block_tokens]
         return zlib.crc32(tokens.data) == int(self.crcs[block])
@@ -226,3 +240,36 @@ class Shard:
     def damaged_blocks(self) -> Iterator[int]:
         """Every block that fails its checksum now."""
         return (block for block in range(self.header.num_blocks) if not self.is_sound(block))
+
+    def _block(self, block: int) -> TokenArray:
+        start = block * self.header.block_tokens
+        return self._refetched.get(block, self._tokens[start : start + self.header.block_tokens])
+
+    def _refetch(self, block: int) -> TokenArray:
+        """A block that failed its checksum, from storage itself."""
+        first = block * self.header.block_tokens
+        count = min(self.header.block_tokens, self.header.num_tokens - first)
+        offset = HEADER_BYTES + first * self.header.itemsize
+        num_bytes = count * self.header.itemsize
+        reason = ""
+        for pause_s in _REFETCH_PAUSES_S:
+            self._sleep(pause_s)
+            try:
+                data = _read_past_cache(self.path, offset, num_bytes)
+            except OSError as error:
+                reason = f", and cannot be read again: {error.strerror or error}"
+                continue
+            if len(data) == num_bytes and zlib.crc32(data) == int(self.crcs[block]):
+                logger.warning("block was read again shard=%s block=%d", self.path.name, block)
+                return np.frombuffer(data, dtype=self.header.dtype)
+        raise IntegrityError(
+            f"shard {self.path.name}: block {block} (tokens from {first}, bytes from {offset}) "
+            f"fails its checksum{reason} ({self.path})",
+            _RESTORE,
+        )
+
+
+def _read_past_cache(path: Path, offset: int, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        return os.pread(file.fileno(), num_bytes, offset)

@@ -6,6 +6,7 @@ Laws:
     * Each record is counted once: documents + empty + filtered + skipped = records.
     * The bytes that were read are the bytes that were hashed: each pass hashes what it reads, in
       Parquet files right after it.
+    * The documents of a file's parts, one part after the other, are those of the file.
 """
 
 import glob
@@ -25,6 +26,7 @@ from eagleray.actors.data.records import (
     Records,
     SourceFile,
     field_text,
+    parquet_groups,
     read_parquet,
     read_records,
     unpacked,
@@ -40,7 +42,7 @@ _SUFFIXES = {
     "parquet": (".parquet", ".pq"),
 }
 _BUFFER_BYTES = 1 << 20
-_NUM_EXAMPLES = 5
+NUM_EXAMPLES = 5
 
 BadRecord = Literal["fail", "skip"]
 
@@ -102,6 +104,187 @@ def find_files(sources: Sequence[SourceConfig], resolve: Callable[[str], Path]) 
     return files
 
 
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a file that can be read alone.
+
+    Of a JSON Lines file that is not packed: bytes [start, stop), from the start of a line to the
+    end of one. Of a Parquet file: row groups [start, stop). Of any other: all of it.
+    """
+
+    start: int
+    stop: int
+    num_bytes: int
+    """Bytes as stored; of row groups about."""
+    first_line: int = 0
+    """Lines before it."""
+    sha256: str = ""
+    """Of its bytes; empty for row groups, which only their whole file is checked for."""
+
+
+def parts_of(
+    file: SourceFile, target_bytes: int, advance: Callable[[int], None]
+) -> tuple[str, list[Part]]:
+    """Read a file once: its SHA-256, and parts of about `target_bytes` that make it up.
+
+    Args:
+        file: What to read.
+        target_bytes: A part ends with the first record that reaches it.
+        advance: Told of bytes that were read.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    with _named_failure(file.path):
+        if file.kind == "parquet":
+            digest = digest_file(file.path)
+            advance(file.path.stat().st_size)
+            return digest, [
+                Part(groups.start, groups.stop, size)
+                for groups, size in parquet_groups(file, target_bytes)
+            ]
+        cut = _Cut(target_bytes if is_cuttable(file) else None)
+        with file.path.open("rb", buffering=0) as raw:
+            while chunk := raw.read(_BUFFER_BYTES):
+                cut.add(chunk)
+                advance(len(chunk))
+        return cut.whole.hexdigest(), cut.end()
+
+
+def is_cuttable(file: SourceFile) -> bool:
+    """Whether each line is a record: in CSV a cell may hold several, a packed file has none."""
+    return file.kind == "jsonl" and file.path.suffix not in PACKED
+
+
+class _Cut:
+    """Cuts the bytes of a file after lines, hashing whole and parts."""
+
+    def __init__(self, target_bytes: int | None) -> None:
+        self.whole, self._part = hashlib.sha256(), hashlib.sha256()
+        self._target = target_bytes
+        self._parts: list[Part] = []
+        self._start = self._stop = self._first_line = self._line = 0
+
+    def add(self, chunk: bytes) -> None:
+        """More bytes."""
+        self.whole.update(chunk)
+        while chunk and self._target is not None:
+            missing = max(0, self._target - (self._stop - self._start) - 1)
+            end = chunk.find(b"\n", missing) + 1
+            if not end:
+                break
+            self._take(chunk[:end])
+            self._close()
+            chunk = chunk[end:]
+        self._take(chunk)
+
+    def end(self) -> list[Part]:
+        """All parts; one at least."""
+        if self._stop > self._start or not self._parts:
+            self._close()
+        return self._parts
+
+    def _take(self, data: bytes) -> None:
+        self._part.update(data)
+        self._stop += len(data)
+        self._line += data.count(b"\n")
+
+    def _close(self) -> None:
+        self._parts.append(
+            Part(
+                self._start,
+                self._stop,
+                self._stop - self._start,
+                self._first_line,
+                self._part.hexdigest(),
+            )
+        )
+        self._start, self._first_line, self._part = self._stop, self._line, hashlib.sha256()
+
+
+class PartReader:
+    """Reads the documents of one file, or of a part of it.
+
+    Args:
+        file: What to read.
+        on_bad_record: What to do about a record that cannot be used.
+        advance: Told of bytes as stored that were read.
+    """
+
+    def __init__(
+        self, file: SourceFile, on_bad_record: BadRecord, advance: Callable[[int], None]
+    ) -> None:
+        self._file, self._on_bad_record, self._advance = file, on_bad_record, advance
+        self.tally = Tally()
+
+    def texts(self, part: Part | None = None) -> Iterator[str]:
+        """Each text that is wanted and not blank; `tally` counts them, whole at the end.
+
+        Args:
+            part: What of the file; None: all of it.
+
+        Raises:
+            DataError: The file cannot be read or unpacked, or a record is bad and those count as
+                failures.
+        """
+        file, tally = self._file, self.tally
+        with _named_failure(file.path):
+            if file.kind == "parquet":
+                yield from self._from_parquet(part)
+                return
+            with file.path.open("rb", buffering=0) as raw:
+                if part is not None:
+                    raw.seek(part.start)
+                hashed = _Hashed(raw, self._advance, part.num_bytes if part else None)
+                stream = cast(BinaryIO, BufferedReader(hashed, _BUFFER_BYTES))
+                content = unpacked(file.path, stream)
+                yield from self._wanted(read_records(file, content, part.first_line if part else 0))
+                # What a reader left behind belongs to the digest too.
+                while stream.read(_BUFFER_BYTES):
+                    pass
+                tally.sha256, tally.bytes = hashed.digest.hexdigest(), hashed.num_bytes
+
+    def _from_parquet(self, part: Part | None) -> Iterator[str]:
+        size = part.num_bytes if part else self._file.path.stat().st_size
+        told = 0
+        for share, records in read_parquet(
+            self._file, range(part.start, part.stop) if part else None
+        ):
+            self._advance(int(share * size) - told)
+            told = int(share * size)
+            yield from self._wanted(records)
+        self._advance(size - told)
+        self.tally.bytes = size
+        if part is None:
+            self.tally.sha256 = digest_file(self._file.path)
+
+    def _wanted(self, records: Records) -> Iterator[str]:
+        """The texts of the records that are neither filtered out, nor blank, nor skipped."""
+        file, tally = self._file, self.tally
+        for place, record in records:
+            if not isinstance(record, Bad) and not file.fits(record):
+                tally.filtered += 1
+                continue
+            text = record if isinstance(record, Bad) else field_text(record, file.text_field)
+            if isinstance(text, Bad):
+                self._refuse(place, text.reason)
+            elif not text.strip():
+                tally.empty += 1
+            else:
+                tally.documents += 1
+                yield text
+
+    def _refuse(self, place: int, reason: str) -> None:
+        if self._on_bad_record == "fail":
+            raise DataError(
+                f"{self._file.path}:{place} {reason}",
+                "correct that record, or set data.on_bad_record=skip to leave such records out",
+            )
+        self.tally.skipped += 1
+        if len(self.tally.examples) < NUM_EXAMPLES:
+            self.tally.examples.append(f"{self._file.name}:{place}: {reason}")
+
+
 class DocumentReader:
     """Reads files document by document.
 
@@ -118,66 +301,18 @@ class DocumentReader:
         """All documents from the start.
 
         Raises:
-            DataError: A file cannot be read or unpacked, or a record is bad and those count as
-                failures.
+            DataError: As `PartReader.texts`.
         """
         self.tallies = [Tally() for _ in self.files]
         self.bytes_read = 0
         for index, file in enumerate(self.files):
-            for text in self._texts(file, self.tallies[index]):
+            reader = PartReader(file, self.on_bad_record, self._advance)
+            self.tallies[index] = reader.tally
+            for text in reader.texts():
                 yield Document(text, index)
-
-    def _texts(self, file: SourceFile, tally: Tally) -> Iterator[str]:
-        with _named_failure(file.path):
-            if file.kind == "parquet":
-                yield from self._from_parquet(file, tally)
-                return
-            with file.path.open("rb", buffering=0) as raw:
-                hashed = _Hashed(raw, self._advance)
-                stream = cast(BinaryIO, BufferedReader(hashed, _BUFFER_BYTES))
-                yield from self._wanted(
-                    file, read_records(file, unpacked(file.path, stream)), tally
-                )
-                # What a reader left behind belongs to the digest too.
-                while stream.read(_BUFFER_BYTES):
-                    pass
-                tally.sha256, tally.bytes = hashed.digest.hexdigest(), hashed.num_bytes
-
-    def _from_parquet(self, file: SourceFile, tally: Tally) -> Iterator[str]:
-        before, size = self.bytes_read, file.path.stat().st_size
-        for share, records in read_parquet(file):
-            self.bytes_read = before + int(share * size)
-            yield from self._wanted(file, records, tally)
-        self.bytes_read = before + size
-        tally.sha256, tally.bytes = digest_file(file.path), size
 
     def _advance(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
-
-    def _wanted(self, file: SourceFile, records: Records, tally: Tally) -> Iterator[str]:
-        """The texts of the records that are neither filtered out, nor blank, nor skipped."""
-        for place, record in records:
-            if not isinstance(record, Bad) and not file.fits(record):
-                tally.filtered += 1
-                continue
-            text = record if isinstance(record, Bad) else field_text(record, file.text_field)
-            if isinstance(text, Bad):
-                self._refuse(file, place, text.reason, tally)
-            elif not text.strip():
-                tally.empty += 1
-            else:
-                tally.documents += 1
-                yield text
-
-    def _refuse(self, file: SourceFile, place: int, reason: str, tally: Tally) -> None:
-        if self.on_bad_record == "fail":
-            raise DataError(
-                f"{file.path}:{place} {reason}",
-                "correct that record, or set data.on_bad_record=skip to leave such records out",
-            )
-        tally.skipped += 1
-        if len(tally.examples) < _NUM_EXAMPLES:
-            tally.examples.append(f"{file.name}:{place}: {reason}")
 
 
 def described(where: dict[str, Any]) -> dict[str, Any]:
@@ -226,18 +361,23 @@ def _fixed_part(pattern: Path) -> Path:
 
 
 class _Hashed(RawIOBase):
-    """A raw file that hashes and counts what is read from it."""
+    """A raw file that hashes and counts what is read from it, up to a limit."""
 
-    def __init__(self, raw: RawIOBase, advance: Callable[[int], None]) -> None:
-        self._raw, self._advance = raw, advance
+    def __init__(
+        self, raw: RawIOBase, advance: Callable[[int], None], limit: int | None = None
+    ) -> None:
+        self._raw, self._advance, self._limit = raw, advance, limit
         self.digest, self.num_bytes = hashlib.sha256(), 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = self._raw.readinto(buffer) or 0
-        self.digest.update(memoryview(buffer)[:count])
+        view = memoryview(buffer)
+        if self._limit is not None:
+            view = view[: self._limit - self.num_bytes]
+        count = self._raw.readinto(view) or 0
+        self.digest.update(view[:count])
         self.num_bytes += count
         self._advance(count)
         return count

@@ -1,6 +1,7 @@
-"""Writes one domain of a split: documents, one after the other, into shards of equal length."""
+"""Writes one domain of a split: the ids of its documents, to shards of equal length."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,13 +15,13 @@ from eagleray.platform.storage import digest_file
 
 
 class SplitWriter:
-    """Documents in, `<domain>.<split>-00000.bin` and so on out; `describe` after it was closed.
+    """Ids in, `<domain>.<split>-00000.bin` and so on out; `describe` after it was closed.
 
     Args:
         folder: Where the shards go.
         domain: First part of their names.
         split: Second part of their names.
-        tokenizer: Gives vocabulary, digest and the id that ends each document.
+        tokenizer: Gives vocabulary and digest.
         shard_bytes: Size of a shard, rounded down to whole blocks, at least one.
         seq_len: T; only for counting samples.
     """
@@ -34,22 +35,23 @@ class SplitWriter:
         self._seq_len = seq_len
         num_blocks = shard_bytes // tokenizer.dtype.itemsize // BLOCK_TOKENS
         self._tokens_per_shard = max(1, num_blocks) * BLOCK_TOKENS
-        self._eod = np.array([tokenizer.eod_id], dtype=tokenizer.dtype)
         self._writer: ShardWriter | None = None
         self._files: list[dict[str, Any]] = []
         self._lengths: Counter[int] = Counter()
         self.num_documents = 0
         self.num_tokens = 0
 
-    def append(self, ids: npt.NDArray[np.unsignedinteger[Any]]) -> None:
-        """Add a document; its end is marked here.
+    def count(self, documents: int, lengths: Mapping[int, int]) -> None:
+        """Count documents; `lengths` by the bits of their number of tokens."""
+        self.num_documents += documents
+        self._lengths.update(lengths)
+
+    def append(self, tokens: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+        """Add ids, those that end documents among them.
 
         Raises:
             DataError: An id does not fit the vocabulary.
         """
-        tokens = np.concatenate([ids, self._eod])
-        self.num_documents += 1
-        self._lengths[(len(tokens) - 1).bit_length()] += 1
         while len(tokens):
             writer = self._writer or self._next_shard()
             room = self._tokens_per_shard - writer.num_tokens

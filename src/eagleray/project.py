@@ -111,17 +111,26 @@ class Project:
     def build_data(self, on_progress: Callable[[BuildProgress], None] | None = None) -> Dataset:
         """Turn the raw files into verified shards; at once if that was done before.
 
+        A build that was interrupted goes on where it stopped. A large corpus takes a cluster.
+
         Raises:
             DataError: The data cannot be used; the message names file and line.
         """
         from eagleray.actors.data.build import build_dataset
+        from eagleray.platform.cluster import session
 
         if not self.config.data.sources:
             raise UsageError(
                 "data.sources is empty", "name a file, folder or glob in eagleray.yaml"
             )
         self.storage.probe()
-        return build_dataset(self.config.data, self.loaded.resolve, self.storage, on_progress)
+        return build_dataset(
+            self.config.data,
+            self.loaded.resolve,
+            self.storage,
+            on_progress,
+            lambda: session(self.loaded),
+        )
 
     def train(
         self,

@@ -1,4 +1,4 @@
-"""A build that is killed at any moment leaves nothing in sight, and the next one succeeds."""
+"""A build killed at any moment leaves nothing in sight, and the next one goes on from it."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.actors.data import build_dataset, last_digest
+from eagleray.actors.data import build, build_dataset, last_digest
 from eagleray.platform.config import DataConfig
 from eagleray.platform.errors import NotFoundError
 from eagleray.platform.storage import Storage
@@ -19,14 +19,18 @@ PROGRAM = textwrap.dedent(
     """
     import sys, time
     from pathlib import Path
-    from eagleray.actors.data import build_dataset
+    from eagleray.actors.data import build, build_dataset
     from eagleray.platform.config import DataConfig
     from eagleray.platform.storage import Storage
 
     root, settings, phase = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
+    build.UNIT_BYTES = 300_000
+
     def wait_to_be_killed(progress):
-        if progress.phase == phase:
+        if progress.phase == phase and getattr(progress, "bytes", 0) >= 700_000 * (
+            phase == "encode"
+        ):
             print("reached", flush=True)
             time.sleep(600)
 
@@ -44,7 +48,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("phase", ["tokenizer", "encode", "publish"])
 def test_a_killed_build_is_invisible_and_the_next_gives_the_same_digest(
-    tmp_path: Path, phase: str
+    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(2)
     words = [f"word{number}" for number in range(50)]
@@ -72,10 +76,14 @@ def test_a_killed_build_is_invisible_and_the_next_gives_the_same_digest(
     assert storage.names("datasets") == []
     with pytest.raises(NotFoundError):
         last_digest(storage)
+    (left,) = storage.path("datasets").glob(".build-*")
+    units = [path.name for path in (left / "units").glob("0*")]
+    assert len(units) == {"tokenizer": 0, "encode": 2, "publish": 7}[phase]
     config = DataConfig.model_validate(SETTINGS)
+    monkeypatch.setattr(build, "UNIT_BYTES", 300_000)
     dataset = build_dataset(config, lambda path: tmp_path / path, storage)
     elsewhere = build_dataset(config, lambda path: tmp_path / path, Storage(tmp_path / "other"))
     assert dataset.digest == elsewhere.digest
     assert dataset.verify() == []
-    hidden = [path.name for path in storage.path("datasets").glob(".tmp-*")]
-    assert hidden == []
+    hidden = [path.name for path in storage.path("datasets").glob(".*")]
+    assert hidden == [".building.lock"]

@@ -50,9 +50,13 @@ def build(
 ) -> None:
     """Build the dataset of eagleray.yaml, or find it if it was built before.
 
+    One that was interrupted goes on where it stopped. A large corpus is encoded by all cores of the
+    cluster, or of this machine.
+
     Example: eagleray data build data.seq_len=256
     """
     from eagleray.actors.data import build_dataset
+    from eagleray.platform.cluster import session
 
     loaded = load_config(config, overrides or [])
     started = time.perf_counter()
@@ -64,21 +68,32 @@ def build(
             show(progress)
 
         dataset = build_dataset(
-            loaded.config.data, loaded.resolve, Storage(loaded.storage_path), on_progress
+            loaded.config.data,
+            loaded.resolve,
+            Storage(loaded.storage_path),
+            on_progress,
+            lambda: session(loaded),
         )
     took_s = time.perf_counter() - started
     is_found = bool(seen) and seen[-1].phase == "found"
     document = _summary(dataset) | {"seconds": round(took_s, 3), "built": not is_found}
     if not is_found:
         document["bytes_per_second"] = round(document["bytes"] / took_s)
+        tokens = document["train"]["tokens"] + document["eval"]["tokens"]
+        document["tokens_per_second"] = round(tokens / took_s)
 
     def people() -> None:
         console.print(
             f"{'found' if is_found else 'built'} dataset {dataset.digest}", soft_wrap=True
         )
         _print_counts(document)
-        rate = "" if is_found else f", {document['bytes_per_second'] / 1e6:.1f} MB/s"
-        console.print(f"{took_s:.1f} s{rate}", soft_wrap=True)
+        rates = (
+            ""
+            if is_found
+            else f", {document['bytes_per_second'] / 1e6:.1f} MB/s, "
+            f"{document['tokens_per_second']:,} tokens/s"
+        )
+        console.print(f"{took_s:.1f} s{rates}", soft_wrap=True)
 
     emit(document, as_json, people)
 
@@ -266,19 +281,35 @@ def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
         with Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(),
-            TextColumn("{task.percentage:>3.0f}% {task.fields[tokens]:,} tokens"),
+            TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"),
             TimeRemainingColumn(),
             console=errors,
             transient=True,
         ) as bar:
-            task = bar.add_task("", total=1.0, tokens=0)
+            task = bar.add_task("", total=1.0, rates="")
+            first: BuildProgress | None = None
+            began_at = 0.0
 
             def move(progress: "BuildProgress") -> None:
+                nonlocal first, began_at
+                if first is None or first.phase != progress.phase:
+                    first, began_at = progress, time.perf_counter()
+                    bar.reset(task, total=1.0)
+                took_s = max(time.perf_counter() - began_at, 1e-3)
+                rates = {
+                    "MB": (progress.bytes - first.bytes) / 1e6,
+                    "documents": progress.documents - first.documents,
+                    "tokens": progress.tokens - first.tokens,
+                }
                 bar.update(
                     task,
                     description=progress.phase,
                     completed=progress.fraction,
-                    tokens=progress.tokens,
+                    rates=" ".join(
+                        f"{count / took_s:,.{0 if count > took_s * 10 else 1}f} {name}/s"
+                        for name, count in rates.items()
+                        if count
+                    ),
                 )
 
             yield move

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagleray.actors.data import Dataset, build_dataset
+from eagleray.actors.data import BuildProgress, Dataset, build_dataset
 from eagleray.platform.config import DataConfig
 from eagleray.platform.storage import Storage
 
@@ -37,7 +37,12 @@ def corpus(tmp_path: Path) -> Path:
 def build(corpus: Path, storage: Storage) -> Callable[..., Dataset]:
     """Builds from the corpus; keywords are settings of `data`."""
 
-    def run(storage: Storage = storage, root: Path = corpus, **settings: Any) -> Dataset:
+    def run(
+        storage: Storage = storage,
+        root: Path = corpus,
+        on_progress: Callable[[BuildProgress], None] | None = None,
+        **settings: Any,
+    ) -> Dataset:
         defaults: dict[str, Any] = {
             "sources": [{"path": "raw/*.jsonl"}],
             "tokenizer": {"kind": "bpe", "vocab_size": 320},
@@ -45,6 +50,6 @@ def build(corpus: Path, storage: Storage) -> Callable[..., Dataset]:
             "eval_fraction": 0.2,
         }
         config = DataConfig.model_validate(defaults | settings)
-        return build_dataset(config, lambda path: root / path, storage)
+        return build_dataset(config, lambda path: root / path, storage, on_progress)
 
     return run

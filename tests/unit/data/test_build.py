@@ -3,8 +3,11 @@
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ from eagleray.actors.data import BuildProgress, Dataset, build_dataset, last_dig
 from eagleray.actors.data import build as module
 from eagleray.actors.data.sources import DocumentReader
 from eagleray.actors.data.tokenizer import TextTokenizer
+from eagleray.actors.data.units import Encoder, Unit, UnitResult
 from eagleray.platform.config import DataConfig
-from eagleray.platform.errors import DataError, NotFoundError, StorageError
+from eagleray.platform.errors import DataError, IntegrityError, NotFoundError, StorageError
 from eagleray.platform.storage import Storage, digest_file
 
 Build = Callable[..., Dataset]
@@ -160,40 +164,120 @@ def test_a_split_without_a_sample_names_sizes_and_what_to_change(
 def test_a_file_that_changes_under_the_build_is_noticed(
     build: Build, corpus: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = module._Build._tokenizer
+    before = (corpus / "raw/a.jsonl").read_bytes()
+    (corpus / "tok.json").write_bytes(build().tokenizer_json)
+    changes = {
+        "longer": before + b'{"text": "late"}\n',
+        "another": before.replace(b"people", b"PEOPLE", 1),
+    }
+    for phase, method in (("learn", "_tokenizer"), ("encode", "_encode")):
+        for name, after in changes.items():
+            real = getattr(module._Build, method)
 
-    def slip_in(self: object) -> TextTokenizer:
-        with (corpus / "raw/a.jsonl").open("a") as file:
-            file.write('{"text": "late"}\n')
-        return real(self)  # type: ignore[arg-type]
+            def slip_in(*args: object, real: Any = real, after: bytes = after) -> object:
+                (corpus / "raw/a.jsonl").write_bytes(after)
+                return real(*args)
 
-    monkeypatch.setattr(module._Build, "_tokenizer", slip_in)
-    with pytest.raises(DataError, match=r"a\.jsonl was changed while"):
-        build()
-    assert storage.names("datasets") == []
+            tokenizer = (
+                {"kind": "file", "path": "tok.json"}
+                if phase == "encode"
+                else {"kind": "bpe", "vocab_size": 320}
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(module._Build, method, slip_in)
+                with pytest.raises(DataError, match=r"a\.jsonl was changed while"):
+                    build(tokenizer=tokenizer, seq_len=8, storage=Storage(corpus / name / phase))
+            (corpus / "raw/a.jsonl").write_bytes(before)
+            folder = corpus / name / phase / "datasets"
+            assert [path.name for path in folder.iterdir()] == [".building.lock"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupted_build_leaves_nothing(
+def test_an_interrupted_build_goes_on_where_it_stopped(
     build: Build, storage: Storage, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def interrupt(self: object, texts: object) -> None:
-        raise error
+    undisturbed = build(storage=Storage(storage.root / "undisturbed"))
+    monkeypatch.setattr(module, "UNIT_BYTES", 2000)
+    real, encoded = Encoder.encode, list[int]()
 
-    monkeypatch.setattr(TextTokenizer, "encode_batch", interrupt)
+    def encode(self: Encoder, unit: Unit, *args: Any) -> UnitResult:
+        if len(encoded) == 3:
+            encoded.append(-1)
+            raise error
+        encoded.append(unit.index)
+        return real(self, unit, *args)
+
+    learnt: list[object] = []
+    tokenizer = module._Build._tokenizer
+    monkeypatch.setattr(Encoder, "encode", encode)
+    monkeypatch.setattr(
+        module._Build, "_tokenizer", lambda *args: learnt.append(1) or tokenizer(*args)
+    )
     with pytest.raises(error):
         build()
-    assert [p.name for p in storage.path("datasets").iterdir()] == [".building.lock"]
-    monkeypatch.undo()
-    build()
+    assert storage.names("datasets") == []
+    (left,) = storage.path("datasets").glob(".build-*")
+    assert len(list((left / "units").iterdir())) == 3
+    dataset = build()
+    assert dataset.digest == undisturbed.digest
+    # Nothing was learnt or encoded twice.
+    assert encoded == [0, 1, 2, -1, *range(3, len(encoded) - 1)]
+    assert len(encoded) > 6
+    assert len(learnt) == 1
+    assert not left.exists()
+
+
+def test_a_finished_unit_that_was_damaged_is_done_anew(
+    build: Build, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = build(storage=Storage(storage.root / "undisturbed"))
+    monkeypatch.setattr(module, "UNIT_BYTES", 2000)
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Build, "_join", lambda *args: pytest.fail("here"))
+        with pytest.raises(pytest.fail.Exception):
+            build()
+    (ids,) = storage.path("datasets").glob(".build-*/units/00002/train.ids")
+    data = bytearray(ids.read_bytes())
+    data[4] ^= 1
+    ids.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"00002/train\.ids is not what the build wrote"):
+        build()
+    assert build().digest == undisturbed.digest
+
+
+def test_a_second_builder_waits_for_the_first(
+    build: Build, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun, may_go_on = Encoder.encode, threading.Event(), threading.Event()
+
+    def encode(*args: Any) -> UnitResult:
+        begun.set()
+        assert may_go_on.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(Encoder, "encode", encode)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(build)
+        assert begun.wait(30)
+        seen: list[BuildProgress] = []
+
+        def look(progress: BuildProgress) -> None:
+            seen.append(progress)
+            if progress.phase == "wait":
+                may_go_on.set()
+
+        second = pool.submit(build, on_progress=look)
+        assert first.result().digest == second.result().digest
+    assert [*dict.fromkeys(each.phase for each in seen)] == ["hash", "wait", "found"]
 
 
 def test_what_killed_builds_left_is_removed(build: Build, storage: Storage) -> None:
-    left = storage.path("datasets", ".tmp-build-dead")
-    left.mkdir(parents=True)
-    (left / "train-00000.bin").write_bytes(b"half")
-    build()
-    assert not left.exists()
+    for name in (".tmp-build-dead", ".build-of-something-else-16000000"):
+        left = storage.path("datasets", name)
+        left.mkdir(parents=True)
+        (left / "train-00000.bin").write_bytes(b"half")
+        build(seq_len=16 + len(name))
+        assert not left.exists()
 
 
 def test_the_tokenizer_never_sees_held_out_text(build: Build, corpus: Path) -> None:

@@ -78,7 +78,7 @@ def test_every_flipped_byte_is_found_and_its_block_named(tmp_path: Path) -> None
         path.write_bytes(damaged)
         if HEADER_BYTES <= place < end_of_tokens:
             block = (place - HEADER_BYTES) // 2 // 16
-            shard = Shard(path)
+            shard = Shard(path, sleep=lambda s: None)
             assert list(shard.damaged_blocks()) == [block]
             with pytest.raises(IntegrityError, match=rf"s\.bin: block {block} "):
                 shard.read(0, 100)
@@ -92,12 +92,56 @@ def test_a_block_is_checked_when_touched_and_others_stay_readable(tmp_path: Path
     damaged = bytearray(path.read_bytes())
     damaged[HEADER_BYTES + 2 * 40] ^= 1  # Token 40 lies in block 2.
     path.write_bytes(damaged)
-    shard = Shard(path)
+    shard = Shard(path, sleep=lambda s: None)
     assert shard.read(0, 32).tolist() == list(range(32))
     assert shard.read(48, 100).tolist() == list(range(48, 100))
     for _ in range(2):
         with pytest.raises(IntegrityError, match="block 2"):
             shard.read(31, 33)
+
+
+def test_a_block_that_was_only_badly_read_is_fetched_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.bin", list(range(100)))
+    sound = path.read_bytes()
+    damaged = bytearray(sound)
+    damaged[HEADER_BYTES + 2 * 40] ^= 1
+    path.write_bytes(damaged)
+    pauses: list[float] = []
+
+    def get_well(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 2:
+            path.write_bytes(sound)
+
+    shard = Shard(path, sleep=get_well)
+    read = shard.read(20, 99)
+    # The pages that were mapped first stay bad, as on a file system that does not see the change.
+    path.write_bytes(damaged)
+    assert read.tolist() == list(range(20, 99))
+    assert shard.read(30, 60).tolist() == list(range(30, 60))
+    assert shard.read_block(2).tolist() == list(range(32, 48))
+    assert len(pauses) == 2
+    assert not read.flags.writeable
+
+
+def test_a_block_that_stays_bad_is_named_with_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.bin", list(range(100)))
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 2 * 40] ^= 1
+    path.write_bytes(data)
+    pauses: list[float] = []
+    with pytest.raises(
+        IntegrityError, match=rf"s\.bin: block 2 \(tokens from 32, bytes from {HEADER_BYTES + 64}\)"
+    ):
+        Shard(path, sleep=pauses.append).read(0, 100)
+    assert len(pauses) == 3
+    path.unlink()
+    data[HEADER_BYTES] ^= 1
+    (tmp_path / "t.bin").write_bytes(data)
+    shard = Shard(tmp_path / "t.bin", sleep=pauses.append)
+    (tmp_path / "t.bin").unlink()
+    with pytest.raises(IntegrityError, match="cannot be read again: No such file"):
+        shard.read(0, 100)
 
 
 @pytest.mark.parametrize("length", [0, 5, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 50, -1])
