@@ -28,6 +28,7 @@ from eagleray.actors.data.shards import TokenArray
 logger = logging.getLogger(__name__)
 
 _KEEP_BEHIND = 2
+_CHUNK_STEPS = 64
 # Evaluation goes over the held-out samples in one fixed order, whatever the training seed.
 _EVAL_SEED = 0
 
@@ -70,6 +71,7 @@ class Loader:
         self._aim: int | None = None
         self._is_closed = False
         self._stats = LoaderStats()
+        self._known_ids: tuple[tuple[Split, int, int], Mixture, IntArray] | None = None
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
         if prefetch_batches:
             self._thread.start()
@@ -204,7 +206,7 @@ class Loader:
                 self._changed.notify_all()
 
     def _read(self, split: Split, step: int, seed: int, mixture: Mixture) -> Batch:
-        ids = mixed_batch_ids(seed, self.dataset.sizes(split), mixture, step, self.batch_size)
+        ids = self._ids(split, step, seed, mixture)
         with self._reading:
             started = self._clock()
             tokens = self._tokens(split, ids)
@@ -212,6 +214,21 @@ class Loader:
         with self._changed:
             self._stats = replace(self._stats, read_s=self._stats.read_s + took_s)
         return Batch(step, ids, tokens)
+
+    def _ids(self, split: Split, step: int, seed: int, mixture: Mixture) -> IntArray:
+        """The sample ids of a step; those of many steps are computed together, which is cheaper."""
+        sizes, batch_size = self.dataset.sizes(split), self.batch_size
+        chunk, place = divmod(step, _CHUNK_STEPS)
+        known = self._known_ids
+        if known is None or known[0] != (split, chunk, seed) or known[1] is not mixture:
+            first, count = chunk * _CHUNK_STEPS * batch_size, _CHUNK_STEPS * batch_size
+            if mixture.first > first or (mixture.end is not None and mixture.end < first + count):
+                # Not all of them are decided.
+                return mixed_batch_ids(seed, sizes, mixture, step, batch_size)
+            ids = mixed_batch_ids(seed, sizes, mixture, chunk, count)
+            # One assignment: the thread that reads ahead and callers may both get here.
+            known = self._known_ids = ((split, chunk, seed), mixture, ids)
+        return known[2][place * batch_size : (place + 1) * batch_size]
 
     def _tokens(self, split: Split, ids: IntArray) -> SampleArray:
         cache = self._cache

@@ -217,14 +217,25 @@ class Shard:
         first, last = start // size, (stop - 1) // size
         for block in range(first, last + 1):
             if not self._is_checked[block]:
-                if not self.is_sound(block):
-                    self._refetched[block] = self._refetch(block)
-                self._is_checked[block] = True
+                self._check(block)
         if self._refetched and not self._refetched.keys().isdisjoint(range(first, last + 1)):
             whole = np.concatenate([self._block(block) for block in range(first, last + 1)])
             whole.flags.writeable = False
             return whole[start - first * size : stop - first * size]
         return self._tokens[start:stop]
+
+    def gather(self, starts_N: npt.NDArray[np.int64], length: int) -> TokenArray:
+        """Stretches of equal length, of a block at most: [N, length], a new array."""
+        size = self.header.block_tokens
+        blocks = np.concatenate([starts_N // size, (starts_N + (length - 1)) // size])
+        if not self._is_checked[blocks].all():
+            for block in np.unique(blocks[~self._is_checked[blocks]]).tolist():
+                self._check(block)
+        if self._refetched:
+            return np.stack([self.read(start, start + length) for start in starts_N.tolist()])
+        windows = np.lib.stride_tricks.sliding_window_view(self._tokens, length)
+        taken: TokenArray = windows[starts_N]
+        return taken
 
     def read_block(self, block: int) -> TokenArray:
         """All tokens of one block, as a read-only view of the file."""
@@ -240,6 +251,11 @@ class Shard:
     def damaged_blocks(self) -> Iterator[int]:
         """Every block that fails its checksum now."""
         return (block for block in range(self.header.num_blocks) if not self.is_sound(block))
+
+    def _check(self, block: int) -> None:
+        if not self.is_sound(block):
+            self._refetched[block] = self._refetch(block)
+        self._is_checked[block] = True
 
     def _block(self, block: int) -> TokenArray:
         start = block * self.header.block_tokens
