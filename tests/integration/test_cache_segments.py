@@ -112,7 +112,7 @@ def test_four_readers_and_two_writers_in_two_segments_meet_no_error_and_no_wrong
     folder: Path, start: Callable[..., tuple[mp.Process, Connection]]
 ) -> None:
     writers = [start(write, folder, seed) for seed in (1, 2)]
-    readers = [start(read, folder, seed, 10_000) for seed in (3, 4, 5, 6)]
+    readers = [start(read, folder, seed, 2_500) for seed in (3, 4, 5, 6)]
     for _, talk in (*writers, *readers):
         ready(talk)
     for process, talk in readers:
@@ -131,7 +131,7 @@ def test_four_readers_and_two_writers_in_two_segments_meet_no_error_and_no_wrong
         assert failed == 0
         evicted += by_this
         process.join()
-    assert evicted > 20
+    assert evicted > 10
     assert not folder.exists()
 
 
@@ -144,7 +144,7 @@ def test_a_writer_killed_ten_times_leaves_what_others_go_on_with(
         process, talk = start(write, folder, seed)
         ready(talk)
         # A random moment: after so many looks of ours, while it writes.
-        for _ in range(draw.randrange(1, 300)):
+        for _ in range(draw.randrange(1, 60)):
             for n, value in enumerate(store.get_many([key_of(n) for n in range(20)])):
                 assert value is None or value == value_of(n)
         assert process.pid is not None
