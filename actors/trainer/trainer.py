@@ -166,7 +166,7 @@ class Training:
             with contextlib.suppress(EagleRayError):
                 what = "the writing of checkpoints"
                 call(actors.store.flush, 0, timeout_s=_END_S, what=what)
-        if self._config.data.cache.has_segments:
+        if self._config.data.cache.has_segments and actors.loaders:
             closing = [loader.close.remote() for loader in actors.loaders.values()]
             # One that is killed instead leaves its segments to be removed by the next.
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)

@@ -26,7 +26,9 @@ SEGMENT = 1 << 20
 BUDGET = 2 * SEGMENT + 64_000
 NUM_KEYS = 200
 Until = Callable[..., None]
-_spawn = mp.get_context("spawn")
+# As clean as a new process, and it comes at once.
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["eagleray.actors.cache.segments", "psutil", "pytest"])
 
 
 @pytest.fixture
@@ -59,18 +61,19 @@ def write(folder: Path, seed: int, talk: Connection) -> None:
 def read(folder: Path, seed: int, count: int, talk: Connection) -> None:
     """Look values up and say what was found: hits, wrong values, errors, growth in bytes."""
     store, draw = SegmentStore(folder, BUDGET, SEGMENT), random.Random(seed)
-    hits = wrong = 0
+    hits = wrong = early = 0
+    for number in range(NUM_KEYS):
+        value_of(number)  # What is remembered must not pass for growth.
     talk.send("ready")
-    early = 0
     for turn in range(count):
         number = draw.randrange(NUM_KEYS)
         look = store.get_many if turn % 2 else store.view_many
         (value,) = look([key_of(number)])
         hits += value is not None
         wrong += value is not None and value != value_of(number)
-        if turn == count // 5:
-            early = psutil.Process().memory_full_info().pss
-    growth = psutil.Process().memory_full_info().pss - early
+        if turn == count // 2:
+            early = psutil.Process().memory_full_info().uss
+    growth = psutil.Process().memory_full_info().uss - early
     talk.send((hits, wrong, store.counts.failed, growth))
     store.close()
 
@@ -90,8 +93,8 @@ def start() -> Iterator[Callable[..., tuple[mp.Process, Connection]]]:
     started: list[mp.Process] = []
 
     def start_one(target: Callable[..., None], *args: object) -> tuple[mp.Process, Connection]:
-        ours, theirs = _spawn.Pipe()
-        process = _spawn.Process(target=target, args=(*args, theirs), daemon=True)
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=target, args=(*args, theirs), daemon=True)
         process.start()
         theirs.close()
         started.append(process)  # type: ignore[arg-type]
@@ -112,7 +115,7 @@ def test_four_readers_and_two_writers_in_two_segments_meet_no_error_and_no_wrong
     folder: Path, start: Callable[..., tuple[mp.Process, Connection]]
 ) -> None:
     writers = [start(write, folder, seed) for seed in (1, 2)]
-    readers = [start(read, folder, seed, 2_500) for seed in (3, 4, 5, 6)]
+    readers = [start(read, folder, seed, 5_000) for seed in (3, 4, 5, 6)]
     for _, talk in (*writers, *readers):
         ready(talk)
     for process, talk in readers:
@@ -120,7 +123,8 @@ def test_four_readers_and_two_writers_in_two_segments_meet_no_error_and_no_wrong
         hits, wrong, failed, growth = talk.recv()
         assert hits > 100
         assert (wrong, failed) == (0, 0)
-        # Less than what it may have open at once, over hundreds of evictions.
+        # Not more than what it may have mapped at once, over hundreds of evictions. Its own memory:
+        # what it shares with its siblings would seem to grow as they end.
         assert growth < 2 * BUDGET
         process.join()
     evicted = 0
@@ -144,7 +148,7 @@ def test_a_writer_killed_ten_times_leaves_what_others_go_on_with(
         process, talk = start(write, folder, seed)
         ready(talk)
         # A random moment: after so many looks of ours, while it writes.
-        for _ in range(draw.randrange(1, 60)):
+        for _ in range(draw.randrange(1, 150)):
             for n, value in enumerate(store.get_many([key_of(n) for n in range(20)])):
                 assert value is None or value == value_of(n)
         assert process.pid is not None
