@@ -25,26 +25,12 @@ from pathlib import Path
 
 from eagleray.actors.cache.frame import OVERHEAD_BYTES, is_frame_of, unwrap, wrap
 from eagleray.actors.cache.segment_folder import HEADER_BYTES, SegmentFolder
-from eagleray.actors.cache.segment_index import Geometry, Place
-from eagleray.platform.errors import InfeasibleError
+from eagleray.actors.cache.segment_index import Place
+from eagleray.actors.cache.segment_plan import aligned, check_fits, geometry_for
 
-MIB = 1 << 20
-_ALIGN = 32
 _MAX_OPEN = 128
 """Segments that a process keeps open; more would meet the limit on open files."""
 _COPY_SHARE = 0.5
-
-
-class WorkingSetError(InfeasibleError):
-    """What should be held at once is more than the budget."""
-
-    def __init__(self, needed_bytes: int, max_bytes: int, setting: str) -> None:
-        super().__init__(
-            f"values to hold at once need {needed_bytes} bytes, {setting} is {max_bytes}",
-            f"set {setting} to at least {needed_bytes}",
-        )
-        self.args = (needed_bytes, max_bytes, setting)
-        self.needed_bytes, self.max_bytes, self.setting = needed_bytes, max_bytes, setting
 
 
 @dataclass
@@ -135,7 +121,7 @@ class SegmentStore:
         lock_wait_s: float = 0.05,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        geometry = _geometry(max_bytes, segment_bytes)
+        geometry = geometry_for(max_bytes, segment_bytes)
         if geometry.segment_bytes <= HEADER_BYTES or geometry.num_segments < 1:
             raise ValueError(
                 f"max_bytes={max_bytes} must hold the index, {geometry.index_bytes} bytes, and a "
@@ -209,17 +195,7 @@ class SegmentStore:
         Raises:
             WorkingSetError: They and a segment to write into are more than the budget.
         """
-        if _fit(sizes, self.geometry):
-            return
-        needed = max(sum(sizes), self.geometry.max_bytes)
-        # A value that is larger than a segment needs larger ones.
-        is_small = (
-            HEADER_BYTES + _aligned(max(sizes) + OVERHEAD_BYTES) <= self.geometry.segment_bytes
-        )
-        segment_bytes = self._segment_bytes if is_small else None
-        while not _fit(sizes, _geometry(needed, segment_bytes)):
-            needed += needed // 16 + MIB
-        raise WorkingSetError(needed, self.geometry.max_bytes, self._setting)
+        check_fits(sizes, self.geometry, self._segment_bytes, self._setting)
 
     @property
     def total_bytes(self) -> int:
@@ -293,20 +269,20 @@ class SegmentStore:
 
     def _put(self, key: bytes, payload: bytes) -> bool:
         frame = wrap(key, payload)
-        is_small = HEADER_BYTES + _aligned(len(frame)) <= self.geometry.segment_bytes
-        if is_small and (self._has_room(len(frame)) or self._rotate()):
+        is_small = HEADER_BYTES + aligned(len(frame)) <= self.geometry.segment_bytes
+        if is_small and (self._has_room(len(frame)) or self._rotate(len(frame))):
             return self._append(key, frame)
         self.counts.refused += 1
         return False
 
     def _has_room(self, num_bytes: int) -> bool:
         active, used = self._index.active
-        return bool(active) and used + _aligned(num_bytes) <= self.geometry.segment_bytes
+        return bool(active) and used + aligned(num_bytes) <= self.geometry.segment_bytes
 
     def _append(self, key: bytes, frame: bytes) -> bool:
         number, used = self._index.active
         # Counted first: a writer that dies leaves a gap, and not a place that is written twice.
-        self._index.use(_aligned(len(frame)))
+        self._index.use(aligned(len(frame)))
         try:
             descriptor = os.open(self._folder.segment(number), os.O_WRONLY)
         except FileNotFoundError:
@@ -321,8 +297,8 @@ class SegmentStore:
         self._index.insert(key, number, used, len(frame))
         return True
 
-    def _rotate(self) -> bool:
-        """Begin a new segment, in the place of the oldest ones if need be."""
+    def _rotate(self, num_bytes: int) -> bool:
+        """Begin a new segment with room for so much, in the place of the oldest ones if need be."""
         hot: list[tuple[bytes, bytes]] = []
         numbers = self._folder.numbers()
         excess = len(numbers) + 1 - self.geometry.num_segments
@@ -339,9 +315,10 @@ class SegmentStore:
             self.counts.failed += 1
             return False
         self._index.begin(number, HEADER_BYTES)
-        room = _COPY_SHARE * self.geometry.segment_bytes
+        size = self.geometry.segment_bytes
+        room = min(_COPY_SHARE * size, size - HEADER_BYTES - aligned(num_bytes))
         for key, frame in hot:
-            room -= _aligned(len(frame))
+            room -= aligned(len(frame))
             if room < 0:
                 break
             self.counts.copied += self._append(key, frame)
@@ -360,8 +337,8 @@ class SegmentStore:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             limit = _COPY_SHARE * self.geometry.segment_bytes
             for key, offset, length, was_hit in self._index.places_in(number):
-                if was_hit and limit >= _aligned(length):
-                    limit -= _aligned(length)
+                if was_hit and limit >= aligned(length):
+                    limit -= aligned(length)
                     frame = os.pread(descriptor, length, offset)
                     if unwrap(key, frame) is not None:
                         hot.append((key, frame))
@@ -388,21 +365,3 @@ class SegmentStore:
             pass
         os.close(descriptor)
         return None
-
-
-def _geometry(max_bytes: int, segment_bytes: int | None) -> Geometry:
-    usual = min(max_bytes // 4, max(8 * MIB, min(64 * MIB, max_bytes // 16)))
-    return Geometry(max_bytes, segment_bytes or usual)
-
-
-def _fit(sizes: Sequence[int], geometry: Geometry) -> bool:
-    """Whether values fit into all segments but one, however they follow one another."""
-    largest = max((_aligned(size + OVERHEAD_BYTES) for size in sizes), default=0)
-    # At the end of each segment there may be a gap in which the next value found no room.
-    room = geometry.segment_bytes - HEADER_BYTES - largest + _ALIGN
-    total = sum(_aligned(size + OVERHEAD_BYTES) for size in sizes)
-    return room > 0 and total <= room * (geometry.num_segments - 1)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
