@@ -117,6 +117,24 @@ DATA_READ = Metric("eagleray_data_read_seconds", _COUNTER, "Time that loaders re
 CACHE_LOOKUPS = Metric(
     "eagleray_cache_block_lookups", _COUNTER, "Blocks asked of the feature cache.", ("result",)
 )
+CACHE_LEVEL_LOOKUPS = Metric(
+    "eagleray_cache_level_lookups",
+    _COUNTER,
+    "Values asked of a level of the feature cache: l1 memory, l2 Redis, l3 disk.",
+    ("level", "result"),
+)
+CACHE_LEVEL_READ = Metric(
+    "eagleray_cache_level_read_bytes", _COUNTER, "Bytes that a level gave.", ("level",)
+)
+CACHE_LEVEL_SPENT = Metric(
+    "eagleray_cache_level_spent_seconds", _COUNTER, "Time of a level's look-ups.", ("level",)
+)
+CACHE_LEVEL_CALLS = Metric(
+    "eagleray_cache_level_calls", _COUNTER, "Look-ups of a level, of many values each.", ("level",)
+)
+CACHE_LEVEL_EVICTIONS = Metric(
+    "eagleray_cache_level_evictions", _COUNTER, "Segments that were removed for room.", ("level",)
+)
 SERVE_RUNNING = Metric(
     "eagleray_serve_running_requests", _GAUGE, "Requests that are decoded together."
 )

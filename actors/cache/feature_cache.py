@@ -4,36 +4,30 @@ Keys name content (for token blocks: dataset digest, split, block), so a value u
 changes and nothing is ever invalidated.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 from eagleray.actors.cache.cluster_link import is_cluster_url
 from eagleray.actors.cache.cluster_store import ClusterStore
 from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.cache.leases import Leases, RedisLeases, SingleFlight
+from eagleray.actors.cache.levels import Level, LeveledStore, LevelStats
 from eagleray.actors.cache.memory_store import MemoryStore
 from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_store import RedisStore
+from eagleray.actors.cache.segment_folder import PREFIX, sweep
+from eagleray.actors.cache.segments import SegmentStore
 from eagleray.actors.cache.touches import TouchSink
+from eagleray.actors.cache.value_store import ValueStore
 from eagleray.platform.config import FeatureCacheConfig
+from eagleray.platform.errors import StorageError
 
+logger = logging.getLogger(__name__)
 
-class ValueStore(Protocol):
-    """Where values are kept. Answers in bounded time; a fault is a miss and raises nothing."""
-
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The payload under each 16-byte key digest; None where there is none."""
-        ...
-
-    def put_many(self, items: Sequence[tuple[bytes, bytes]]) -> int:
-        """Store payloads where there is room; how many were stored."""
-        ...
-
-    def close(self) -> None:
-        """Let go of connections and memory."""
-        ...
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,10 @@ class FeatureCache:
         )
         return [value for digest in digests if (value := values[digest]) is not None]
 
+    def level_stats(self) -> tuple[LevelStats, ...]:
+        """Figures of each level since the start; none if there is one store alone."""
+        return self.store.stats() if isinstance(self.store, LeveledStore) else ()
+
     def close(self) -> None:
         """Let go of connections and memory."""
         self.store.close()
@@ -110,18 +108,80 @@ def open_cache(
     clock: Callable[[], float] = time.monotonic,
     *,
     is_dear: bool = False,
+    scope: str = "",
 ) -> FeatureCache | None:
-    """The cache that the configuration asks for: in Redis, else in memory; None if it is off.
+    """The cache that the configuration asks for; None if it is off.
 
-    `is_dear` says that values are worth a lease, so that no two processes compute the same one; in
-    a cluster there are none.
+    Values are kept in the node's segments and Redis, whichever there is; in this process's memory
+    if there is neither.
+
+    Args:
+        config: The section `data.cache`.
+        redis_url: Where Redis is; None: nowhere.
+        sink: Learns of what is read from and stored in Redis.
+        clock: Seconds that only grow.
+        is_dear: Values are worth a lease, so that no two processes compute the same one; in a
+            cluster, and without Redis, there are none.
+        scope: Processes of a node share segments if they name the same one, as the storage's root.
     """
-    if not config.enabled or not config.max_bytes:
+    if not config.enabled:
         return None
-    if redis_url is None:
+    shared = _shared(config, scope)
+    disk = _disk(config, scope)
+    redis = _redis(config, redis_url, sink, clock) if config.max_bytes else None
+    levels = [*shared, *([Level("l2", redis)] if redis else []), *disk]
+    store: ValueStore
+    if shared or disk:
+        store = LeveledStore(levels)
+    elif redis:
+        store = redis
+    elif config.max_bytes:
         policy = make_policy(config.policy, config.max_bytes, config.history)
-        return FeatureCache(MemoryStore(policy, config.max_bytes))
-    if is_cluster_url(redis_url):
-        return FeatureCache(ClusterStore(redis_url, config.timeout_s, sink, clock))
-    leases = RedisLeases(redis_url, config.timeout_s) if is_dear else None
-    return FeatureCache(RedisStore(redis_url, config.timeout_s, sink, clock), leases)
+        store = MemoryStore(policy, config.max_bytes)
+    else:
+        return None
+    has_leases = is_dear and isinstance(redis, RedisStore)
+    leases = RedisLeases(redis_url, config.timeout_s) if has_leases and redis_url else None
+    return FeatureCache(store, leases)
+
+
+def _redis(
+    config: FeatureCacheConfig,
+    redis_url: str | None,
+    sink: TouchSink | None,
+    clock: Callable[[], float],
+) -> RedisStore | ClusterStore | None:
+    if redis_url is None:
+        return None
+    kind = ClusterStore if is_cluster_url(redis_url) else RedisStore
+    return kind(redis_url, config.timeout_s, sink, clock)
+
+
+def _shared(config: FeatureCacheConfig, scope: str) -> list[Level]:
+    if not config.shared_bytes:
+        return []
+    try:
+        sweep(SHARED_MEMORY)
+        return [Level("l1", SegmentStore(SHARED_MEMORY / _folder(scope), config.shared_bytes))]
+    except (StorageError, OSError) as error:
+        logger.warning("the cache goes without shared memory reason=%s", error)
+        return []
+
+
+def _disk(config: FeatureCacheConfig, scope: str) -> list[Level]:
+    if not config.disk_bytes or config.disk_path is None:
+        return []
+    folder, setting = Path(config.disk_path) / _folder(scope), "data.cache.disk_bytes"
+    try:
+        # Two on one folder: what is read does not wait for what is written.
+        store, behind = (
+            SegmentStore(folder, config.disk_bytes, is_kept=True, setting=setting) for _ in range(2)
+        )
+    except (StorageError, OSError) as error:
+        logger.warning("the cache goes without a disk reason=%s", error)
+        return []
+    return [Level("l3", store, behind)]
+
+
+def _folder(scope: str) -> str:
+    return PREFIX + digest_key(scope.encode()).hex()

@@ -29,10 +29,14 @@ def wrap(key_digest: bytes, payload: bytes) -> bytes:
 
 def unwrap(key_digest: bytes, value: bytes) -> bytes | None:
     """The payload, or None if this is not what was stored under the key."""
+    return value[_FRAME.size :] if is_frame_of(key_digest, memoryview(value)) else None
+
+
+def is_frame_of(key_digest: bytes, value: memoryview) -> bool:
+    """Whether this is, undamaged, what was stored under the key."""
     if len(value) < _FRAME.size:
-        return None
+        return False
     magic, stored_digest, crc = _FRAME.unpack_from(value)
-    payload = value[_FRAME.size :]
     if magic != _MAGIC or stored_digest != key_digest:
-        return None
-    return payload if zlib.crc32(payload, zlib.crc32(key_digest)) == crc else None
+        return False
+    return bool(zlib.crc32(value[_FRAME.size :], zlib.crc32(key_digest)) == crc)

@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 
 from eagleray.actors.cache import FeatureCache
+from eagleray.actors.cache.levels import LevelStats
 from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, IntArray, SampleArray, Split
 from eagleray.actors.data.mixing import stratified
@@ -124,6 +125,11 @@ class Loader:
                 cache_hits=cache.hits if cache else 0,
                 cache_misses=cache.misses if cache else 0,
             )
+
+    def level_stats(self) -> tuple[LevelStats, ...]:
+        """Figures of the cache's levels since the start, if it has any."""
+        cache = self._cache
+        return cache.level_stats() if cache else ()
 
     def close(self) -> None:
         """Stop reading ahead and let go of the cache. Repeatable."""

@@ -6,6 +6,7 @@ What a restart loses: batches read ahead, and the figures of `stats`.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagleray.actors.cache import TouchSink, open_cache
 from eagleray.actors.cache.evictor_actor import EvictorClient
+from eagleray.actors.cache.levels import LevelStats
 from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, Split
 from eagleray.actors.data.loader import Loader
@@ -23,7 +25,17 @@ from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.telemetry import RaySink, TotalsMeter
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.storage import Storage
-from eagleray.platform.telemetry import CACHE_LOOKUPS, DATA_BATCHES, DATA_READ, DATA_WAIT
+from eagleray.platform.telemetry import (
+    CACHE_LEVEL_CALLS,
+    CACHE_LEVEL_EVICTIONS,
+    CACHE_LEVEL_LOOKUPS,
+    CACHE_LEVEL_READ,
+    CACHE_LEVEL_SPENT,
+    CACHE_LOOKUPS,
+    DATA_BATCHES,
+    DATA_READ,
+    DATA_WAIT,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +47,9 @@ _NUM_CPUS = 0
 class LoaderSpec:
     """Everything a loader is a function of, and where it may look first.
 
-    `redis_url` may hold a password and is left out of repr; with None there is no cache, as the
-    memory map of the shards is faster than a second copy in memory. `evictor` is the name that
+    `redis_url` may hold a password and is left out of repr; with None, and no segments in `cache`,
+    there is no cache, as the memory map of the shards is faster than a second copy in the memory of
+    a process. `evictor` is the name that
     `create_evictor` was given: with a handle in its arguments, an actor cannot be restarted once
     its creator has let go of them.
     """
@@ -66,8 +79,9 @@ class LoaderServer:
         spec = self._spec
         dataset = Dataset.open(Storage(spec.storage_root), spec.dataset)
         cache = None
-        if spec.cache is not None and spec.redis_url is not None:
-            cache = open_cache(spec.cache, spec.redis_url, _sink(spec.evictor))
+        if spec.cache is not None and (spec.redis_url is not None or spec.cache.has_segments):
+            root = str(spec.storage_root)
+            cache = open_cache(spec.cache, spec.redis_url, _sink(spec.evictor), scope=root)
         return Loader(
             dataset,
             spec.split,
@@ -82,6 +96,7 @@ class LoaderServer:
         """One rank's part of a step's batch; the whole is read once for all ranks."""
         batch = self._loader.batch(step, mixture).slice_for_rank(rank, world_size)
         self._measure(self._loader.stats())
+        self._measure_levels(self._loader.level_stats())
         return batch
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
@@ -92,6 +107,11 @@ class LoaderServer:
         """Figures since this process started."""
         return self._loader.stats()
 
+    def close(self) -> None:
+        """Let go of the cache; its segments go with their last user."""
+        if "_loader" in vars(self):
+            self._loader.close()
+
     def _measure(self, stats: LoaderStats) -> None:
         meter = self._meter
         meter.reach(DATA_BATCHES, stats.ready, ready="yes")
@@ -100,6 +120,16 @@ class LoaderServer:
         meter.reach(DATA_READ, stats.read_s)
         meter.reach(CACHE_LOOKUPS, stats.cache_hits, result="hit")
         meter.reach(CACHE_LOOKUPS, stats.cache_misses, result="miss")
+
+    def _measure_levels(self, levels: Sequence[LevelStats]) -> None:
+        meter = self._meter
+        for level in levels:
+            meter.reach(CACHE_LEVEL_LOOKUPS, level.hits, level=level.name, result="hit")
+            meter.reach(CACHE_LEVEL_LOOKUPS, level.misses, level=level.name, result="miss")
+            meter.reach(CACHE_LEVEL_READ, level.hit_bytes, level=level.name)
+            meter.reach(CACHE_LEVEL_SPENT, level.lookup_s, level=level.name)
+            meter.reach(CACHE_LEVEL_CALLS, level.lookups, level=level.name)
+            meter.reach(CACHE_LEVEL_EVICTIONS, level.evictions, level=level.name)
 
 
 def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | None = None) -> Any:

@@ -50,6 +50,7 @@ _POLL_S = 0.25
 _SAVE_S = 8.0
 _ANSWER_S = 2.0
 _END_S = 5.0
+_CLOSE_S = 10.0
 # Longer than any other rank may be busy alone: with a checkpoint, or with the first batches.
 _GROUP_TIMEOUT_S = 600.0
 _RANKS_SHOWN = 4
@@ -165,6 +166,10 @@ class Training:
             with contextlib.suppress(EagleRayError):
                 what = "the writing of checkpoints"
                 call(actors.store.flush, 0, timeout_s=_END_S, what=what)
+        if self._config.data.cache.has_segments and actors.loaders:
+            closing = [loader.close.remote() for loader in actors.loaders.values()]
+            # One that is killed instead leaves its segments to be removed by the next.
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for actor in (
             actors.recorder,
             actors.store,

@@ -16,6 +16,7 @@ A process belongs to the cluster if it descends from the guard or carries `MARK_
 its environment. Should the guard itself be killed, COMMAND is killed with it by the kernel.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -36,6 +37,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
 _SHARED_MEMORY = "/dev/shm/"
+_CACHE_PREFIX = "eagleray-segments-"
 # Fields of /proc/PID/stat after the parenthesised name: see proc_pid_stat(5).
 _STATE, _PARENT, _START_TICKS = 0, 1, 19
 _ENDED = ("Z", "X")
@@ -211,8 +213,23 @@ def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
 def _free(segments: set[str]) -> None:
     if not segments:
         return
-    for path in segments - mapped_segments(pid for pid, _ in _living()):
+    mapped = mapped_segments(pid for pid, _ in _living())
+    for path in segments - mapped:
         Path(path).unlink(missing_ok=True)
+    used = {Path(path).parent for path in mapped}
+    for folder in {Path(path).parent for path in segments} - used:
+        _free_folder(folder)
+
+
+def _free_folder(folder: Path) -> None:
+    """Remove a folder of the feature cache: locks, and segments that nobody had mapped."""
+    if not folder.name.startswith(_CACHE_PREFIX):
+        return
+    for pattern in ("segment-*", "index*", "lock", "alive"):
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # Something foreign lies there.
+        folder.rmdir()
 
 
 if __name__ == "__main__":

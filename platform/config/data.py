@@ -1,5 +1,6 @@
 """The section `data`: sources and their domains, tokenizer, samples, mixture, cache."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -8,6 +9,7 @@ from eagleray.platform.config.values import ByteSize, Name, Seconds, Section, ne
 
 MAX_DOMAINS = 64
 """So many domains can be mixed."""
+_LEAST_SEGMENTED_BYTES = 4_000_000
 
 
 class RangeCondition(Section):
@@ -179,17 +181,44 @@ MixtureConfig = Annotated[
 
 
 class FeatureCacheConfig(Section):
-    """The Redis-backed cache that the loaders read through."""
+    """The cache that the loaders read through: node memory, Redis, a local disk."""
 
     enabled: bool = True
     max_bytes: ByteSize = 128_000_000
-    """Byte budget of the cached values; eviction goes down to 85 % of it."""
+    """Byte budget of the values in Redis; eviction goes down to 85 % of it."""
+    shared_bytes: ByteSize = 0
+    """Byte budget in /dev/shm of each node, shared by its processes; 0: none."""
+    disk_bytes: ByteSize = 0
+    """Byte budget on a local disk of each node; 0: none."""
+    disk_path: str | None = None
+    """Folder on that disk, absolute; needed if `disk_bytes` is above 0."""
     policy: Literal["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict"] = "lru-k"
     """What is evicted; no-evict keeps what came first, best where all is read once per epoch."""
     history: int = Field(default=2, ge=1, le=8)
     """K of LRU-K: how many past references decide."""
     timeout_s: Seconds = 0.05
     """A slower Redis counts as a miss."""
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether a node keeps values of its own, with or without Redis."""
+        return self.enabled and bool(self.shared_bytes or self.disk_bytes)
+
+    @model_validator(mode="after")
+    def _segments(self) -> Self:
+        for name in ("shared_bytes", "disk_bytes"):
+            value = getattr(self, name)
+            if 0 < value < _LEAST_SEGMENTED_BYTES:
+                raise ValueError(
+                    f"{name} {value} must be 0 or at least {_LEAST_SEGMENTED_BYTES} (4MB)"
+                )
+        if self.disk_bytes and self.disk_path is None:
+            raise ValueError(f"disk_bytes {self.disk_bytes} needs disk_path: a folder on the disk")
+        if self.disk_path is not None and not Path(self.disk_path).is_absolute():
+            raise ValueError(
+                f"disk_path {self.disk_path!r} must be absolute: each node uses its own disk"
+            )
+        return self
 
 
 class DataConfig(Section):

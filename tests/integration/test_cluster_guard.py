@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,15 @@ with open(sys.argv[1], "w+b") as file:
     held = mmap.mmap(file.fileno(), 4096)
     print("held", flush=True)
     time.sleep(300)
+"""
+HOLDER_OF_TWO = """\
+import mmap, sys, time
+files = [open(name, "w+b") for name in sys.argv[1:]]
+for file in files:
+    file.truncate(4096)
+held = [mmap.mmap(file.fileno(), 4096) for file in files]
+print("held", flush=True)
+time.sleep(300)
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -148,6 +158,28 @@ def test_shared_memory_that_nobody_else_maps_is_freed(start_guard: Start, mark: 
     process.terminate()
     process.wait(10)
     assert not segment.exists()
+
+
+def test_a_folder_of_the_feature_cache_goes_but_for_what_is_foreign_in_it(
+    start_guard: Start, mark: str
+) -> None:
+    folders = [Path(f"/dev/shm/eagleray-segments-test-{mark}-{n}") for n in range(2)]
+    try:
+        for folder in folders:
+            folder.mkdir()
+            for name in ("lock", "alive", "segment-0000000001"):
+                (folder / name).touch()
+        (folders[1] / "notes").touch()
+        indexes = [str(folder / "index") for folder in folders]
+        process = start_guard(sys.executable, "-c", HOLDER_OF_TWO, *indexes)
+        assert spoken(process) == "held"
+        process.terminate()
+        process.wait(10)
+        assert not folders[0].exists()
+        assert [path.name for path in folders[1].iterdir()] == ["notes"]
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_processes_without_the_mark_are_never_touched(start_guard: Start, mark: str) -> None:

@@ -12,6 +12,9 @@ import pytest
 import ray
 
 from eagleray.actors.cache.evictor_actor import EvictorClient, create_evictor
+from eagleray.actors.cache.feature_cache import SHARED_MEMORY
+from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.segment_folder import PREFIX
 from eagleray.actors.data import Dataset
 from eagleray.actors.data.batch import Batch
 from eagleray.actors.data.loader import Loader
@@ -153,6 +156,25 @@ def test_a_loader_without_the_evictor_it_was_told_of_reads_all_the_same(
     )
     with Loader(small_dataset, "train", 5, 8, prefetch_batches=0) as plain:
         assert same(LoaderClient(create_loader(spec), 60).batch(3), plain.batch(3))
+
+
+def test_loaders_of_a_node_share_segments_which_go_when_they_close(
+    small_dataset: Dataset, storage: Storage, until: Until
+) -> None:
+    config = FeatureCacheConfig.model_validate({"shared_bytes": "8MB"})
+    folder = SHARED_MEMORY / (PREFIX + digest_key(str(storage.root).encode()).hex())
+    handles = [create_loader(spec_for(small_dataset, cache=config)) for _ in range(2)]
+    clients = [LoaderClient(handle, 60) for handle in handles]
+    for client in clients:
+        client.batch(0)
+    until(folder.is_dir, "the segments")
+    assert sorted(client.stats().cache_hits > 0 for client in clients)[1]
+    os.kill(pid_of(handles[0]), signal.SIGKILL)
+    assert clients[0].batch(1).step == 1  # The one that Ray restarts finds what was stored.
+    assert clients[0].stats().cache_hits > 0
+    for handle in handles:
+        ray.get(handle.close.remote(), timeout=60)
+    assert not folder.exists()
 
 
 def _keys(evictor: EvictorClient) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from eagleray.platform.config import (
     ConfigError,
+    FeatureCacheConfig,
     Problem,
     ProjectConfig,
     config_digest,
@@ -213,3 +214,19 @@ def test_the_schema_explains_every_key() -> None:
     schema = ProjectConfig.model_json_schema()
     steps = schema["$defs"]["TrainConfig"]["properties"]["batch_size"]
     assert "constant whatever the number of workers" in steps["description"]
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"shared_bytes": "1MB"}, r"shared_bytes 1000000 must be 0 or at least 4000000"),
+        ({"disk_bytes": "1MB", "disk_path": "/x"}, r"disk_bytes 1000000 must be 0 or at least"),
+        ({"disk_bytes": "1GB"}, r"disk_bytes 1000000000 needs disk_path"),
+        ({"disk_path": "x"}, r"disk_path 'x' must be absolute"),
+    ],
+)
+def test_segments_of_the_cache_need_room_and_a_place(values: dict[str, str], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        FeatureCacheConfig.model_validate(values)
+    assert not FeatureCacheConfig().has_segments
+    assert FeatureCacheConfig.model_validate({"shared_bytes": "4MB"}).has_segments
