@@ -49,9 +49,8 @@ class LoaderSpec:
 
     `redis_url` may hold a password and is left out of repr; with None, and no segments in `cache`,
     there is no cache, as the memory map of the shards is faster than a second copy in the memory of
-    a process. `evictor` is the name that
-    `create_evictor` was given: with a handle in its arguments, an actor cannot be restarted once
-    its creator has let go of them.
+    a process. `evictor` is the name that `create_evictor` was given: with a handle in its
+    arguments, an actor cannot be restarted once its creator has let go of them.
     """
 
     storage_root: Path
