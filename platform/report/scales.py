@@ -15,6 +15,8 @@ _SECONDS = (
 _TIME_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _NICE_TICKS, _SPARE_TICKS = 5, 2
 _PAD = 0.04
+# Differences below it are none: a step of a fraction of them would be 0.
+_TINY = 1e-200
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ def fit_linear(values: Iterable[float], *, from_zero: bool = False) -> LinearSca
     low, high = _span(values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
-    if low == high:
-        low, high = low - (abs(low) or 1.0) * 0.1, high + (abs(high) or 1.0) * 0.1
+    if low == high or high - low < _TINY:
+        room = _room_around(low, high)
+        low, high = low - room, high + room
     step = _round_step((high - low) / _NICE_TICKS)
     return LinearScale(
         math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step
@@ -166,8 +169,14 @@ def fit_padded(values: Iterable[float], *, is_log: bool = False) -> LinearScale 
             return LogScale(low / 2, high * 2)
         room = (high / low) ** _PAD
         return LogScale(low / room, high * room)
-    room = (high - low) * _PAD or (abs(low) or 1.0) * 0.1
+    room = (high - low) * _PAD if high - low >= _TINY else _room_around(low, high)
     return LinearScale(low - room, high + room)
+
+
+def _room_around(low: float, high: float) -> float:
+    """What a scale gets on both sides of a value that stands alone."""
+    size = max(abs(low), abs(high))
+    return 0.1 * (size if size >= _TINY else 1.0)
 
 
 def tick_label(value: float, step: float) -> str:

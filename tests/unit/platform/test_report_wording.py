@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eagleray.platform.report import wording
@@ -102,7 +102,11 @@ def test_scales_hold_what_they_are_fitted_to() -> None:
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=20))
+@example([5e-324])
+@example([0.0, 5e-324])
+@example([1e-199, 3e-200])
 def test_no_value_falls_off_a_fitted_scale(values: list[float]) -> None:
+    assert all(0 <= fit_padded(values).at(value) <= 1 for value in values)
     scale = fit_linear(values)
     assert all(-1e-6 <= scale.at(value) <= 1 + 1e-6 for value in values)
     assert 1 <= len(scale.ticks(5)) <= 9
