@@ -95,7 +95,7 @@ class SegmentFolder:
             # Now and not when it is written: a full tmpfs must refuse, and not raise SIGBUS.
             os.posix_fallocate(descriptor, 0, self.index.geometry.segment_bytes)
             os.pwrite(descriptor, self._header(number), 0)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a file without its header would count as a segment.
             path.unlink()
             raise
         finally:

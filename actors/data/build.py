@@ -10,19 +10,19 @@ Laws:
       training, and the tokenizer never sees held-out text.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
 
+from eagleray.actors.data.build_folder import building, named_failure
 from eagleray.actors.data.dataset import FORMAT, SPLITS, Dataset
 from eagleray.actors.data.records import MAX_RECORD_BYTES, SourceFile
 from eagleray.actors.data.shards import BLOCK_TOKENS
@@ -47,7 +47,7 @@ from eagleray.actors.data.units import (
     total,
 )
 from eagleray.platform.config import BpeConfig, DataConfig
-from eagleray.platform.errors import DataError, NotFoundError, StorageError
+from eagleray.platform.errors import DataError, NotFoundError
 from eagleray.platform.storage import Storage, canonical_json, digest_bytes, digest_file
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ PARALLEL_BYTES = 256_000_000
 _REPORT_BYTES = 1_000_000
 _LAST = ("datasets", "last.json")
 
-Phase = Literal["hash", "wait", "count", "tokenizer", "cluster", "encode", "found", "done"]
+Phase = Literal["hash", "wait", "count", "tokenizer", "cluster", "encode", "found"]
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,8 @@ class _Build:
         key = self._key(digests)
         dataset = self._found(key)
         if dataset is None:
-            with _building(
-                self._storage, key, lambda: self._report(BuildProgress("wait", 0.0))
-            ) as (folder):
+            # How the corpus is cut belongs to the name: unit 7 must be unit 7 of the build before.
+            with building(self._storage, f"{key}-{UNIT_BYTES}", self._waits) as folder:
                 # Perhaps another process has built it meanwhile.
                 dataset = self._found(key) or self._fill(folder, key, digests, parts, open_cluster)
         self._storage.put_json({"digest": dataset.digest}, *_LAST)
@@ -157,7 +156,7 @@ class _Build:
         # Several domains may read one file.
         plans = {
             (file.path, file.kind): parts_of(file, UNIT_BYTES, advance)
-            for file in dict(((file.path, file.kind), file) for file in self._files).values()
+            for file in {(file.path, file.kind): file for file in self._files}.values()
         }
         found = [plans[file.path, file.kind] for file in self._files]
         return [digest for digest, _ in found], [parts for _, parts in found]
@@ -210,7 +209,7 @@ class _Build:
         parts: Sequence[Sequence[Part]],
         open_cluster: OpenCluster | None,
     ) -> Dataset:
-        with _named_failure(folder):
+        with named_failure(folder):
             tokenizer = self._kept_tokenizer(folder, digests)
             units = [
                 Unit(index, file_index, self._files[file_index], part)
@@ -370,14 +369,16 @@ class _Build:
                 if unit.file_index == index
             ]
             tally = total(of_file, digest, NUM_EXAMPLES)
-            size = file.path.stat().st_size
-            if file.kind == "parquet":
-                # Its parts have no digests, and their sizes are those of columns.
-                tally.bytes = size
-                if digest_file(file.path) != digest:
-                    raise changed(file)
-            elif tally.bytes != size:
+            try:
+                size = file.path.stat().st_size
+                # A Parquet file's parts have no digests, and their sizes are those of columns.
+                is_parquet = file.kind == "parquet"
+                is_same = digest_file(file.path) == digest if is_parquet else tally.bytes == size
+            except OSError as error:
+                raise changed(file) from error
+            if not is_same:
                 raise changed(file)
+            tally.bytes = size
             tallies.append(tally)
         return tallies
 
@@ -472,62 +473,3 @@ def _sampled(texts: Iterator[str], share: float) -> Iterator[str]:
             digest = hashlib.blake2b(part.encode(), digest_size=8).digest()
             if int.from_bytes(digest) < threshold:
                 yield part
-
-
-@contextmanager
-def _building(storage: Storage, key: str, on_wait: Callable[[], None]) -> Iterator[Path]:
-    """The folder of one build, for one process at a time; it stays if the build may be continued.
-
-    Each running build holds the lock of all shared; one that is alone removes what others left.
-    """
-    root = storage.path("datasets")
-    # How the corpus is cut belongs to the name: unit 7 must be unit 7 of the build before.
-    folder = root / f".build-{key}-{UNIT_BYTES}"
-    with ExitStack() as stack:
-        with _named_failure(root):
-            root.mkdir(parents=True, exist_ok=True)
-            shared = stack.enter_context((root / ".building.lock").open("w"))
-            with suppress(BlockingIOError):
-                fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Folders only: a temporary file may be another process writing a pointer right now.
-                for path in [*root.glob(".tmp-*/"), *root.glob(".build-*/")]:
-                    if path != folder:
-                        shutil.rmtree(path, ignore_errors=True)
-            fcntl.flock(shared, fcntl.LOCK_SH)
-            stack.enter_context(_owned(folder, on_wait))
-        try:
-            yield folder
-        except DataError:
-            # Files or settings must change, and then it is another build.
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _owned(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """The lock of a build's folder, which is made for it."""
-    while True:
-        folder.mkdir(exist_ok=True)
-        with (folder / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                on_wait()
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            # The one before may have removed the folder, and a third made it anew.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), (folder / ".lock").stat()):
-                    yield
-                    return
-
-
-@contextmanager
-def _named_failure(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"storage cannot write {folder}: {error.strerror or error}",
-            "check that it is writable and has room",
-        ) from error

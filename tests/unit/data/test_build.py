@@ -192,7 +192,22 @@ def test_a_file_that_changes_under_the_build_is_noticed(
             assert [path.name for path in folder.iterdir()] == [".building.lock"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("method", ["_tokenizer", "_encode", "_tallies"])
+def test_a_file_that_vanishes_under_the_build_is_named(
+    build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    real = getattr(module._Build, method)
+
+    def slip_in(*args: object) -> object:
+        (corpus / "raw/a.jsonl").unlink()
+        return real(*args)
+
+    monkeypatch.setattr(module._Build, method, slip_in)
+    with pytest.raises(DataError, match=r"a\.jsonl (was changed while|cannot be read)"):
+        build()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, FileNotFoundError])
 def test_an_interrupted_build_goes_on_where_it_stopped(
     build: Build, storage: Storage, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
@@ -213,7 +228,8 @@ def test_an_interrupted_build_goes_on_where_it_stopped(
     monkeypatch.setattr(
         module._Build, "_tokenizer", lambda *args: learnt.append(1) or tokenizer(*args)
     )
-    with pytest.raises(error):
+    # An error of the system is told as storage's.
+    with pytest.raises(StorageError if issubclass(error, OSError) else error):
         build()
     assert storage.names("datasets") == []
     (left,) = storage.path("datasets").glob(".build-*")
