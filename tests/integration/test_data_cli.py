@@ -1,13 +1,15 @@
 """The data verbs as a user runs them."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from eagleray.cli import data
+from eagleray.actors.data.tokenizer import TextTokenizer
+from eagleray.cli import console, data
 from eagleray.platform.errors import IntegrityError, NotFoundError, UsageError
 
 
@@ -47,6 +49,30 @@ def test_build_as_json_is_one_document(project: Path) -> None:
     assert document["bytes_per_second"] > 0
     again = json.loads(run(project, "build", "--json", "data.seq_len=32"))
     assert (again["built"], again["digest"]) == (False, document["digest"])
+
+
+@pytest.mark.parametrize(
+    ("interruption", "code"), [(KeyboardInterrupt(), 130), (SystemExit(), 143)]
+)
+def test_an_interrupted_build_says_how_to_go_on(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interruption: BaseException,
+    code: int,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise interruption
+
+    # Told once per process, which here runs other tests as well.
+    monkeypatch.setattr(console, "_has_told", threading.Event())
+    monkeypatch.setattr(TextTokenizer, "encode_batch", interrupt)
+    with pytest.raises(typer.Exit) as ended:
+        data.build(config=project / "eagleray.yaml")
+    assert ended.value.exit_code == code
+    assert "stopped; the same command goes on where it stopped" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert "built dataset " in run(project, "build")
 
 
 def test_inspect_shows_the_last_dataset_or_the_one_named(project: Path) -> None:

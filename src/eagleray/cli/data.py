@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eagleray.cli.console import (
+    INTERRUPTIONS,
     ConfigOption,
     JsonOption,
     OverridesArgument,
     console,
     emit,
     errors,
+    exit_code,
     table,
+    tell_stopped,
 )
 from eagleray.platform.config import CONFIG_NAME, load_config
 from eagleray.platform.errors import IntegrityError, NotFoundError, UsageError
@@ -67,13 +70,17 @@ def build(
             seen[:] = [progress]
             show(progress)
 
-        dataset = build_dataset(
-            loaded.config.data,
-            loaded.resolve,
-            Storage(loaded.storage_path),
-            on_progress,
-            lambda: session(loaded),
-        )
+        try:
+            dataset = build_dataset(
+                loaded.config.data,
+                loaded.resolve,
+                Storage(loaded.storage_path),
+                on_progress,
+                lambda: session(loaded),
+            )
+        except INTERRUPTIONS as interruption:
+            tell_stopped("stopped; the same command goes on where it stopped")
+            raise typer.Exit(exit_code(interruption)) from None
     took_s = time.perf_counter() - started
     is_found = bool(seen) and seen[-1].phase == "found"
     document = _summary(dataset) | {"seconds": round(took_s, 3), "built": not is_found}
