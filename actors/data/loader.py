@@ -23,7 +23,7 @@ from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, IntArray, SampleArray, Split
 from eagleray.actors.data.mixing import stratified
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.data.order import mixed_batch_ids
+from eagleray.actors.data.order import mixed_batch_ids, slice_bounds
 from eagleray.actors.data.shards import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class Loader:
         cache: Looked up before the shards are read; owned by the loader from now on.
         prefetch_batches: Steps read ahead; 0: none, and no thread.
         mixture: Of the dataset's domains; None: in the ratio of their sizes.
+        rank: With `world_size`, which part of each batch is read; evaluation batches are whole.
+        world_size: Into how many equal parts batches are cut; 1: they are read whole.
         clock: Seconds that only grow.
     """
 
@@ -57,10 +59,13 @@ class Loader:
         cache: FeatureCache | None = None,
         prefetch_batches: int = 4,
         mixture: Mixture | None = None,
+        rank: int = 0,
+        world_size: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.dataset, self.split = dataset, split
         self.order_seed, self.batch_size = order_seed, batch_size
+        self._part = slice(*slice_bounds(batch_size, rank, world_size))
         self._cache, self._clock = cache, clock
         self._mixture = mixture or stratified(dataset.sizes(split))
         self._held_out = stratified(dataset.sizes("eval"))
@@ -99,7 +104,7 @@ class Loader:
             batch = self._batches.get(step)
         is_ready = batch is not None
         if batch is None:
-            batch = self._read(self.split, step, self.order_seed, mixture)
+            batch = self._read_part(step, mixture)
             with self._changed:
                 self._keep(batch)
         self._count(1, int(is_ready), self._clock() - started)
@@ -110,7 +115,7 @@ class Loader:
 
         Batches go through the split without a gap and start over at its end, so each is full.
         """
-        return self._read("eval", index, _EVAL_SEED, self._held_out)
+        return self._read("eval", index, self._ids("eval", index, _EVAL_SEED, self._held_out))
 
     def eval_batches(self, num_batches: int) -> Iterator[Batch]:
         """The first batches of held-out samples."""
@@ -200,7 +205,7 @@ class Loader:
                 self._in_hand, mixture = step, self._mixture
             batch: Batch | None = None
             try:
-                batch = self._read(self.split, step, self.order_seed, mixture)
+                batch = self._read_part(step, mixture)
             except Exception:  # Here the thread must live; who asks for this step meets the error.
                 logger.debug("reading ahead failed step=%d", step, exc_info=True)
             with self._changed:
@@ -211,8 +216,11 @@ class Loader:
                     self._keep(batch)
                 self._changed.notify_all()
 
-    def _read(self, split: Split, step: int, seed: int, mixture: Mixture) -> Batch:
-        ids = self._ids(split, step, seed, mixture)
+    def _read_part(self, step: int, mixture: Mixture) -> Batch:
+        ids = self._ids(self.split, step, self.order_seed, mixture)
+        return self._read(self.split, step, ids[self._part])
+
+    def _read(self, split: Split, step: int, ids: IntArray) -> Batch:
         with self._reading:
             started = self._clock()
             tokens = self._tokens(split, ids)

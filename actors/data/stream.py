@@ -23,7 +23,6 @@ from eagleray.actors.data.dataset import Dataset, Split
 from eagleray.actors.data.loader import Loader
 from eagleray.actors.data.mixing import stratified
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.data.order import slice_bounds
 from eagleray.platform.errors import DataError
 
 VERSION = 1
@@ -62,11 +61,17 @@ class BatchStream:
         cache: FeatureCache | None = None,
         prefetch_batches: int = 4,
     ) -> None:
-        slice_bounds(batch_size, rank, world_size)
-        self._rank, self._world_size = rank, world_size
         self._mixture = mixture or stratified(dataset.sizes(split))
         self._loader = Loader(
-            dataset, split, seed, batch_size, cache, prefetch_batches, self._mixture
+            dataset,
+            split,
+            seed,
+            batch_size,
+            cache,
+            prefetch_batches,
+            self._mixture,
+            rank,
+            world_size,
         )
         self._epoch_samples = dataset.num_samples(split)
         self._step = 0
@@ -88,7 +93,7 @@ class BatchStream:
             batch = self._loader.batch(self._step)
             # Before the caller has it: a state that is taken while it trains names what comes next.
             self._step += 1
-            yield batch.slice_for_rank(self._rank, self._world_size)
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, in plain values; under 1 KB unless the mixture has many phases."""

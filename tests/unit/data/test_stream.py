@@ -200,3 +200,16 @@ def test_pages_of_the_dataset_are_not_copied_while_it_is_read(two: Dataset) -> N
     assert not block.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         block[0] = 1
+
+
+def test_a_rank_reads_its_part_alone(two: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, sizes = Dataset.read, list[int]()
+
+    def read(self: Dataset, split: str, ids: np.ndarray) -> np.ndarray:
+        sizes.append(len(ids))
+        return real(self, split, ids)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Dataset, "read", read)
+    with BatchStream(two, 8, rank=3, world_size=4) as stream:
+        assert len(next(iter(stream)).ids) == 2
+    assert set(sizes) == {2}
