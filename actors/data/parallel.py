@@ -1,6 +1,7 @@
 """Units of a build on a Ray cluster, by Ray Data: as many at a time as it has cores."""
 
 import logging
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ def encode_all(encoder: Encoder, units: Sequence[Unit]) -> Iterator[int]:
         ServiceError: The processes died again and again.
     """
     rows = [{"unit": pickle.dumps(unit)} for unit in units]
+    # Ray Data would ask localhost:9090 for counters, in a thread that never ends, to report them.
+    os.environ["RAY_DATA_USAGE_DISABLED"] = "1"
     try:
         with _quiet():
             finished = (

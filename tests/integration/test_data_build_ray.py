@@ -96,6 +96,7 @@ def test_many_processes_give_the_same_bytes_though_one_is_killed(build: Build) -
     assert together.digest == alone.digest
     assert together.verify() == []
     assert killed
+    assert not [thread.name for thread in threading.enumerate() if "usage" in thread.name]
     assert [*dict.fromkeys(p.phase for p in seen)][-2:] == ["cluster", "encode"]
     assert (seen[-1].fraction, seen[-1].documents) == (1.0, 400)
     assert not list(Path(together.folder).parent.glob(".build-*"))
