@@ -56,6 +56,8 @@ class ClusterConfig(Section):
     num_gpus: int | None = Field(default=None, ge=0)
     object_store_bytes: ByteSize = 512_000_000
     """Shared memory of the object store on this machine."""
+    dashboard: bool | None = None
+    """Ray's dashboard, some ten processes; null: only in a cluster that lasts, which needs it."""
     start_timeout_s: Seconds = 90.0
     place_timeout_s: Seconds = 60.0
     """How long work may wait for resources before it gives up and says why."""
