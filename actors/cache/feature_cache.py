@@ -5,6 +5,7 @@ changes and nothing is ever invalidated.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class CacheStats:
 
 
 class FeatureCache:
-    """Reads through a store. Not for several threads.
+    """Reads through a store. Safe for several threads, which compute at the same time.
 
     Args:
         store: Where values are kept.
@@ -49,7 +50,10 @@ class FeatureCache:
 
     def __init__(self, store: ValueStore, leases: Leases | None = None) -> None:
         self.store, self._leases = store, leases
-        self._flight = SingleFlight(leases, store.get_many, store.put_many) if leases else None
+        self._flight = SingleFlight(leases, self._get, self._put) if leases else None
+        # A store is for one thread. Leases too: with them values are computed one call at a time.
+        self._using, self._flying = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
         self.stats = CacheStats()
 
     def get_or_compute_many(
@@ -69,12 +73,15 @@ class FeatureCache:
         digests = [digest_key(key) for key in keys]
         first = {digest: index for index, digest in reversed(list(enumerate(digests)))}
         unique = list(first)
-        values = dict(zip(unique, self.store.get_many(unique), strict=True))
+        values = dict(zip(unique, self._get(unique), strict=True))
         missing = sorted(first[digest] for digest in unique if values[digest] is None)
         stored = 0
         if missing and self._flight:
             wanted = [digests[i] for i in missing]
-            found, stored = self._flight.fill(wanted, lambda at: compute([missing[i] for i in at]))
+            with self._flying:
+                found, stored = self._flight.fill(
+                    wanted, lambda at: compute([missing[i] for i in at])
+                )
             values.update(zip(wanted, found, strict=True))
         elif missing:
             computed = compute(missing)
@@ -82,12 +89,13 @@ class FeatureCache:
                 raise ValueError(f"compute gave {len(computed)} values for {len(missing)} keys")
             fresh = [(digests[i], value) for i, value in zip(missing, computed, strict=True)]
             values.update(fresh)
-            stored = self.store.put_many(fresh)
-        self.stats = CacheStats(
-            self.stats.hits + len(unique) - len(missing),
-            self.stats.misses + len(missing),
-            self.stats.stored + stored,
-        )
+            stored = self._put(fresh)
+        with self._counting:
+            self.stats = CacheStats(
+                self.stats.hits + len(unique) - len(missing),
+                self.stats.misses + len(missing),
+                self.stats.stored + stored,
+            )
         return [value for digest in digests if (value := values[digest]) is not None]
 
     def level_stats(self) -> tuple[LevelStats, ...]:
@@ -96,9 +104,18 @@ class FeatureCache:
 
     def close(self) -> None:
         """Let go of connections and memory."""
-        self.store.close()
+        with self._using:
+            self.store.close()
         if self._leases:
             self._leases.close()
+
+    def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._using:
+            return self.store.get_many(keys)
+
+    def _put(self, items: Sequence[tuple[bytes, bytes]]) -> int:
+        with self._using:
+            return self.store.put_many(items)
 
 
 def open_cache(

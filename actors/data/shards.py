@@ -24,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from eagleray.actors.data.activity import Reading
 from eagleray.platform.errors import DataError, IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -234,7 +235,8 @@ class Shard:
         if self._refetched:
             return np.stack([self.read(start, start + length) for start in starts_N.tolist()])
         windows = np.lib.stride_tricks.sliding_window_view(self._tokens, length)
-        taken: TokenArray = windows[starts_N]
+        with Reading(f"shard {self.path.name}"):
+            taken: TokenArray = windows[starts_N]
         return taken
 
     def read_block(self, block: int) -> TokenArray:
@@ -253,8 +255,9 @@ class Shard:
         return (block for block in range(self.header.num_blocks) if not self.is_sound(block))
 
     def _check(self, block: int) -> None:
-        if not self.is_sound(block):
-            self._refetched[block] = self._refetch(block)
+        with Reading(f"block {block} of shard {self.path.name}"):
+            if not self.is_sound(block):
+                self._refetched[block] = self._refetch(block)
         self._is_checked[block] = True
 
     def _block(self, block: int) -> TokenArray:

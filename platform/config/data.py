@@ -238,7 +238,12 @@ class DataConfig(Section):
     on_exhausted: Literal["repeat", "fail"] = "repeat"
     """When a run needs more of a domain than there is: start it over in another order, or refuse
     the run before its first step."""
-    prefetch_batches: int = Field(default=4, ge=0, le=256)
+    loaders: int = Field(default=1, ge=0, le=16)
+    """Loader actors on each node, shared by its workers; 0: each worker reads for itself."""
+    prefetch_batches: int | None = Field(default=None, ge=0, le=256)
+    """Steps read ahead; null: tuned from how long reads and steps take."""
+    fetchers: int | None = Field(default=None, ge=1, le=64)
+    """Threads of a loader that read ahead; null: tuned."""
     cache: FeatureCacheConfig = FeatureCacheConfig()
 
     @property

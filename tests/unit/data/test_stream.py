@@ -20,6 +20,12 @@ Build = Callable[..., Dataset]
 SOURCES = [{"path": "raw/a.jsonl", "domain": "a"}, {"path": "raw/b.jsonl", "domain": "b"}]
 BATCH = 24
 MIXTURE = Mixture.constant([Fraction(2), Fraction(1)])
+READERS: list[dict[str, Any]] = [
+    {"prefetch_batches": 0},
+    {"prefetch_batches": 1, "fetchers": 1},
+    {"prefetch_batches": 5, "fetchers": 3},
+    {"prefetch_batches": None, "timeout_s": 30.0},
+]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +84,8 @@ def test_any_chain_of_saves_and_resizes_gives_every_global_batch_once(
     places = [*sorted(saves), 45]
     for number, place in enumerate(places):
         world_size = worlds[number % len(worlds)]
-        # No loader: nothing is read ahead; else as many batches as there are loaders.
         ranks = [
-            stream(two, rank=rank, world_size=world_size, seed=seed, prefetch_batches=loaders)
+            stream(two, rank=rank, world_size=world_size, seed=seed, **READERS[loaders])
             for rank in range(world_size)
         ]
         for one in ranks:
