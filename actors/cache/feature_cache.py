@@ -7,7 +7,7 @@ changes and nothing is ever invalidated.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_store import RedisStore
 from eagleray.actors.cache.segment_folder import PREFIX, sweep
 from eagleray.actors.cache.segments import SegmentStore
-from eagleray.actors.cache.touches import TouchSink
+from eagleray.actors.cache.touches import Schedule, TouchSink
 from eagleray.actors.cache.value_store import ValueStore
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.errors import StorageError
@@ -46,10 +46,16 @@ class FeatureCache:
     Args:
         store: Where values are kept.
         leases: With them, a value that several processes miss at once is computed in one of them.
+        plan: Takes what will be looked up; None: nobody goes by it.
     """
 
-    def __init__(self, store: ValueStore, leases: Leases | None = None) -> None:
-        self.store, self._leases = store, leases
+    def __init__(
+        self,
+        store: ValueStore,
+        leases: Leases | None = None,
+        plan: Callable[[Schedule], None] | None = None,
+    ) -> None:
+        self.store, self._leases, self._plan = store, leases, plan
         self._flight = SingleFlight(leases, self._get, self._put) if leases else None
         # A store is for one thread. Leases too: with them values are computed one call at a time.
         self._using, self._flying = threading.Lock(), threading.Lock()
@@ -97,6 +103,27 @@ class FeatureCache:
                 self.stats.stored + stored,
             )
         return [value for digest in digests if (value := values[digest]) is not None]
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether `expect` changes anything."""
+        return self._plan is not None
+
+    def expect(self, now: int, uses: Iterable[tuple[int, Sequence[bytes]]]) -> None:
+        """Say what will be looked up, for the policy `auto`. Never fails, and may be lost.
+
+        Args:
+            now: The step that the reader is at; what it expected earlier is over.
+            uses: (step, keys), each step once unless the reader begins anew.
+        """
+        if self._plan is None:
+            return
+        by_step = [(step, [digest_key(key) for key in keys]) for step, keys in uses]
+        steps = tuple(step for step, _ in by_step)
+        counts = tuple(len(keys) for _, keys in by_step)
+        joined = b"".join(key for _, keys in by_step for key in keys)
+        with self._using:
+            self._plan(Schedule(now, steps, counts, joined))
 
     def level_stats(self) -> tuple[LevelStats, ...]:
         """Figures of each level since the start; none if there is one store alone."""
@@ -148,18 +175,20 @@ def open_cache(
     redis = _redis(config, redis_url, sink, clock) if config.max_bytes else None
     levels = [*shared, *([Level("l2", redis)] if redis else []), *disk]
     store: ValueStore
+    plan = sink.expect if sink and redis else None
     if shared or disk:
         store = LeveledStore(levels)
     elif redis:
         store = redis
     elif config.max_bytes:
         policy = make_policy(config.policy, config.max_bytes, config.history)
-        store = MemoryStore(policy, config.max_bytes)
+        store = memory = MemoryStore(policy, config.max_bytes)
+        plan = memory.expect
     else:
         return None
     has_leases = is_dear and isinstance(redis, RedisStore)
     leases = RedisLeases(redis_url, config.timeout_s) if has_leases and redis_url else None
-    return FeatureCache(store, leases)
+    return FeatureCache(store, leases, plan if config.policy == "auto" else None)
 
 
 def _redis(

@@ -123,22 +123,29 @@ class TokenSplit:
             out[rows] = part
         return out
 
+    def blocks_of(self, ids: IntArray) -> list[int]:
+        """The blocks that samples lie in, each once and in order."""
+        domain_N = np.searchsorted(self._ends_D, ids, side="right")
+        found: set[int] = set()
+        for domain in np.unique(domain_N).tolist():
+            first, size = self._sample_ends[domain] - self.sizes[domain], self._block_size(domain)
+            start_N = (ids[domain_N == domain] - first) * self.seq_len
+            first_N, last_N = start_N // size, (start_N + self.seq_len) // size
+            base = self._first_block(domain)
+            for more in range(int((last_N - first_N).max()) + 1):
+                found.update((base + np.minimum(first_N + more, last_N)).tolist())
+        return sorted(found)
+
     def read_through(
         self, ids: IntArray, fetch: Callable[[list[int]], list[TokenArray]]
     ) -> SampleArray:
         """The same as `read`, from blocks that `fetch` brings, each asked for once and in order."""
         out = self._empty(ids)
-        rows = []
-        wanted: set[int] = set()
-        for domain, local in self._places(ids):
-            size, base = self._stream(domain).block_tokens, self._first_block(domain)
-            start = local * self.seq_len
-            wanted.update(range(base + start // size, base + (start + self.seq_len) // size + 1))
-            rows.append((base, size, start))
-        order = sorted(wanted)
+        order = self.blocks_of(ids)
         blocks = dict(zip(order, fetch(order), strict=True))
-        for row, (base, size, start) in zip(out, rows, strict=True):
-            done = 0
+        for row, (domain, local) in zip(out, self._places(ids), strict=True):
+            size, base = self._block_size(domain), self._first_block(domain)
+            start, done = local * self.seq_len, 0
             while done < len(row):
                 block, offset = divmod(start + done, size)
                 part = blocks[base + block][offset : offset + len(row) - done]
@@ -170,6 +177,9 @@ class TokenSplit:
     def _block(self, block: int) -> tuple[TokenStream, int]:
         domain = bisect_right(self._block_ends, block)
         return self._stream(domain), block - self._first_block(domain)
+
+    def _block_size(self, domain: int) -> int:
+        return self._stream(domain).block_tokens
 
     def _first_block(self, domain: int) -> int:
         return self._block_ends[domain - 1] if domain else 0

@@ -17,6 +17,7 @@ import numpy as np
 
 from eagleray.actors.cache import FeatureCache
 from eagleray.actors.cache.levels import LevelStats
+from eagleray.actors.data.announcer import CHUNK_STEPS, Announcer
 from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, IntArray, SampleArray, Split
 from eagleray.actors.data.mixing import stratified
@@ -26,7 +27,6 @@ from eagleray.actors.data.pace import Pace
 from eagleray.actors.data.read_ahead import ReadAhead
 from eagleray.actors.data.shards import TokenArray
 
-_CHUNK_STEPS = 64
 # Evaluation goes over the held-out samples in one fixed order, whatever the training seed.
 _EVAL_SEED = 0
 
@@ -74,6 +74,8 @@ class Loader:
         self._counting = threading.Lock()
         self._stats = LoaderStats()
         self._known_ids: tuple[tuple[Split, int, int], Mixture, IntArray] | None = None
+        self._announcer = Announcer(cache, self._keys_of) if cache and cache.is_planned else None
+        self._announcing = threading.Lock()
         self._ahead = ReadAhead(
             lambda step: self._read_by(self._mixture, step),
             Pace(prefetch_batches, fetchers),
@@ -167,6 +169,12 @@ class Loader:
         return None if end is None else end // self.batch_size
 
     def _read_by(self, mixture: Mixture, step: int) -> tuple[Batch, int]:
+        # One thread at a time; the others go on.
+        if self._announcer and self._announcing.acquire(blocking=False):
+            try:
+                self._announcer.at(step)
+            finally:
+                self._announcing.release()
         ids = self._ids(self.split, step, self.order_seed, mixture)
         batch = self._read(self.split, step, ids[self._part])
         return batch, batch.tokens.nbytes
@@ -182,10 +190,10 @@ class Loader:
     def _ids(self, split: Split, step: int, seed: int, mixture: Mixture) -> IntArray:
         """The sample ids of a step; those of many steps are computed together, which is cheaper."""
         sizes, batch_size = self.dataset.sizes(split), self.batch_size
-        chunk, place = divmod(step, _CHUNK_STEPS)
+        chunk, place = divmod(step, CHUNK_STEPS)
         known = self._known_ids
         if known is None or known[0] != (split, chunk, seed) or known[1] is not mixture:
-            first, count = chunk * _CHUNK_STEPS * batch_size, _CHUNK_STEPS * batch_size
+            first, count = chunk * CHUNK_STEPS * batch_size, CHUNK_STEPS * batch_size
             if mixture.first > first or (mixture.end is not None and mixture.end < first + count):
                 # Not all of them are decided.
                 return mixed_batch_ids(seed, sizes, mixture, step, batch_size)
@@ -201,7 +209,7 @@ class Loader:
         stream = self.dataset.split(split)
 
         def fetch(blocks: list[int]) -> list[TokenArray]:
-            keys = [f"{self.dataset.digest}:{split}:{block}".encode() for block in blocks]
+            keys = [self._key(split, block) for block in blocks]
             values = cache.get_or_compute_many(
                 keys, lambda missing: [stream.read_block(blocks[i]).tobytes() for i in missing]
             )
@@ -215,6 +223,18 @@ class Loader:
             ]
 
         return stream.read_through(ids, fetch)
+
+    def _key(self, split: Split, block: int) -> bytes:
+        return f"{self.dataset.digest}:{split}:{block}".encode()
+
+    def _keys_of(self, step: int) -> list[bytes] | None:
+        """What the cache will be asked for at a step; None if that is not decided."""
+        end = self._end()
+        if end is not None and step >= end:
+            return None
+        ids = self._ids(self.split, step, self.order_seed, self._mixture)[self._part]
+        blocks = self.dataset.split(self.split).blocks_of(ids)
+        return [self._key(self.split, block) for block in blocks]
 
     def _count(self, batches: int, ready: int, wait_s: float) -> None:
         with self._counting:

@@ -192,8 +192,9 @@ class FeatureCacheConfig(Section):
     """Byte budget on a local disk of each node; 0: none."""
     disk_path: str | None = None
     """Folder on that disk, absolute; needed if `disk_bytes` is above 0."""
-    policy: Literal["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict"] = "lru-k"
-    """What is evicted; no-evict keeps what came first, best where all is read once per epoch."""
+    policy: Literal["lru-k", "auto", "lru", "s3-fifo", "w-tinylfu", "no-evict"] = "lru-k"
+    """What is evicted; auto: what the loaders will ask for last, as their order is known, and
+    lru-k for the rest; no-evict keeps what came first."""
     history: int = Field(default=2, ge=1, le=8)
     """K of LRU-K: how many past references decide."""
     timeout_s: Seconds = 0.05

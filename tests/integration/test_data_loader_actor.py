@@ -160,7 +160,7 @@ def test_a_loader_that_was_ended_is_a_service_error(small_dataset: Dataset, unti
 def test_loaders_report_to_the_evictor_which_survives_its_own_death(
     small_dataset: Dataset, redis_server: RedisServer, until: Until
 ) -> None:
-    config = FeatureCacheConfig(timeout_s=5)
+    config = FeatureCacheConfig(timeout_s=5, policy="auto")
     name = f"evictor-{uuid.uuid4().hex}"
     handle = create_evictor(config, redis_server.url, name=name)
     evictor = EvictorClient(handle)
@@ -174,6 +174,7 @@ def test_loaders_report_to_the_evictor_which_survives_its_own_death(
         return evictor.stats(60).touches > 1
 
     until(reads_are_noted, "touches", 60)
+    assert evictor.stats(60).expected > 60
     assert loader.stats().cache_hits > 0
     assert redis_server.url not in repr(spec)
     os.kill(pid_of(handle), signal.SIGKILL)
