@@ -4,10 +4,12 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tools.redis_cluster import RedisCluster
 
 from eagleray.platform.config import load_config
 from eagleray.platform.storage import Storage
@@ -65,3 +67,41 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     with session(load_config(folder)) as info:
         yield info.address
+
+
+@pytest.fixture(scope="module")
+def _module_redis_cluster(
+    tmp_path_factory: pytest.TempPathFactory, until: Callable[..., None]
+) -> Iterator[RedisCluster]:
+    with _joined(RedisCluster(tmp_path_factory.mktemp("redis-cluster")), until) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def redis_cluster(_module_redis_cluster: RedisCluster) -> RedisCluster:
+    """An empty Redis Cluster that the tests of a module share: its nodes must stay well."""
+    _module_redis_cluster.flush()
+    return _module_redis_cluster
+
+
+@pytest.fixture
+def fragile_redis_cluster(
+    tmp_path: Path, until: Callable[..., None], request: pytest.FixtureRequest
+) -> Iterator[RedisCluster]:
+    """A Redis Cluster of one test, whose nodes may be killed.
+
+    A replica takes over from a master that is silent for a second, or for the milliseconds of
+    an indirect parameter.
+    """
+    cluster = RedisCluster(tmp_path / "redis-cluster", getattr(request, "param", 1000))
+    with _joined(cluster, until):
+        yield cluster
+
+
+@contextmanager
+def _joined(cluster: RedisCluster, until: Callable[..., None]) -> Iterator[RedisCluster]:
+    try:
+        cluster.join(until)
+        yield cluster
+    finally:
+        cluster.stop()
