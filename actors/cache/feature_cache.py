@@ -120,8 +120,8 @@ def open_cache(
         redis_url: Where Redis is; None: nowhere.
         sink: Learns of what is read from and stored in Redis.
         clock: Seconds that only grow.
-        is_dear: Values are worth a lease, so that no two processes compute the same one; in a
-            cluster, and without Redis, there are none.
+        is_dear: Values are worth a lease, so that no two processes compute the same one; without
+            Redis there are none.
         scope: Processes of a node share segments if they name the same one, as the storage's root.
     """
     if not config.enabled:
@@ -140,8 +140,9 @@ def open_cache(
         store = MemoryStore(policy, config.max_bytes)
     else:
         return None
-    has_leases = is_dear and isinstance(redis, RedisStore)
-    leases = RedisLeases(redis_url, config.timeout_s) if has_leases and redis_url else None
+    leases: Leases | None = None
+    if is_dear and redis and redis_url:
+        leases = RedisLeases(redis_url, config.timeout_s)
     return FeatureCache(store, leases)
 
 
