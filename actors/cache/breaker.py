@@ -17,10 +17,11 @@ class Breaker:
 
     Args:
         clock: Seconds that only grow.
+        max_failures: So many in a row open it.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], max_failures: int = FAILURES) -> None:
+        self._clock, self._max_failures = clock, max_failures
         self.failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until = 0.0
@@ -28,7 +29,7 @@ class Breaker:
 
     def allows(self) -> bool:
         """Whether a call may be made now."""
-        return self.failures < FAILURES or self._clock() >= self._open_until
+        return self.failures < self._max_failures or self._clock() >= self._open_until
 
     def succeeded(self) -> None:
         """Note a call that was answered in time."""
@@ -37,8 +38,8 @@ class Breaker:
     def failed(self) -> None:
         """Note a call that failed or came late."""
         self.failures += 1
-        if self.failures >= FAILURES:
-            if self.failures > FAILURES:
+        if self.failures >= self._max_failures:
+            if self.failures > self._max_failures:
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._open_until = self._clock() + self._pause_s
             self.times_opened += 1

@@ -8,8 +8,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from eagleray.actors.cache.bounded_store import BoundedStore
 from eagleray.actors.cache.cluster_link import is_cluster_url
 from eagleray.actors.cache.cluster_store import ClusterStore
 from eagleray.actors.cache.frame import digest_key
@@ -28,6 +30,9 @@ from eagleray.platform.errors import StorageError
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+DISK_TIMEOUT_S = 1.0
+"""A disk that takes longer for a look-up is left alone for a while: well above what one takes that
+is busy, as a hundred blocks are read one after the other."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def open_cache(
     if not config.enabled:
         return None
     shared = _shared(config, scope)
-    disk = _disk(config, scope)
+    disk = _disk(config, scope, clock)
     redis = _redis(config, redis_url, sink, clock) if config.max_bytes else None
     levels = [*shared, *([Level("l2", redis)] if redis else []), *disk]
     store: ValueStore
@@ -169,19 +174,20 @@ def _shared(config: FeatureCacheConfig, scope: str) -> list[Level]:
         return []
 
 
-def _disk(config: FeatureCacheConfig, scope: str) -> list[Level]:
+def _disk(config: FeatureCacheConfig, scope: str, clock: Callable[[], float]) -> list[Level]:
     if not config.disk_bytes or config.disk_path is None:
         return []
-    folder, setting = Path(config.disk_path) / _folder(scope), "data.cache.disk_bytes"
+    folder = Path(config.disk_path) / _folder(scope)
+    open_store = partial(
+        SegmentStore, folder, config.disk_bytes, is_kept=True, setting="data.cache.disk_bytes"
+    )
     try:
-        # Two on one folder: what is read does not wait for what is written.
-        store, behind = (
-            SegmentStore(folder, config.disk_bytes, is_kept=True, setting=setting) for _ in range(2)
-        )
+        reader = BoundedStore(open_store, DISK_TIMEOUT_S, "l3-reader", clock)
     except (StorageError, OSError) as error:
         logger.warning("the cache goes without a disk reason=%s", error)
         return []
-    return [Level("l3", store, behind)]
+    # Two on one folder: what is read does not wait for what is written.
+    return [Level("l3", reader, open_store)]
 
 
 def _folder(scope: str) -> str:
