@@ -1,18 +1,25 @@
 """Fixtures for all tests."""
 
+import json
 import logging
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from string import ascii_lowercase
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from tools.redis_cluster import RedisCluster
 
-from eagleray.platform.config import load_config
+from eagleray.platform.config import DataConfig, load_config
 from eagleray.platform.storage import Storage
+
+if TYPE_CHECKING:
+    from eagleray.actors.data import Dataset
 
 # A busy machine makes any example slow; pytest-timeout bounds the whole test instead.
 settings.register_profile("eagleray", deadline=None, max_examples=50)
@@ -50,6 +57,30 @@ def until() -> Callable[..., None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def build_letters() -> Callable[[Path, int], "Dataset"]:
+    """Builds datasets of samples of 16 tokens; letters without sense make about a token each."""
+    from eagleray.actors.data import build_dataset
+
+    def build(folder: Path, num_letters: int) -> "Dataset":
+        draw = random.Random(1)
+        texts = (
+            "".join(draw.choices(ascii_lowercase + " ", k=800)) for _ in range(num_letters // 800)
+        )
+        (folder / "docs.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        config = DataConfig.model_validate(
+            {
+                "sources": [{"path": "docs.jsonl"}],
+                "tokenizer": {"vocab_size": 300},
+                "seq_len": 16,
+                "eval_fraction": 0.1,
+            }
+        )
+        return build_dataset(config, lambda path: folder / path, Storage(folder / "store"))
+
+    return build
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """Batches beside a Redis Cluster whose masters fail and whose slots move: the same bits, always."""
 
-import json
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import cycle
-from string import ascii_lowercase
+from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
@@ -19,11 +17,10 @@ from eagleray.actors.cache.cluster_link import ClusterLink
 from eagleray.actors.cache.cluster_store import ClusterStore
 from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.cache.framed_values import KEY_PREFIX
-from eagleray.actors.data import Dataset, build_dataset
+from eagleray.actors.data import Dataset
 from eagleray.actors.data.batch import Batch
 from eagleray.actors.data.loader import Loader
-from eagleray.platform.config import DataConfig, FeatureCacheConfig
-from eagleray.platform.storage import Storage
+from eagleray.platform.config import FeatureCacheConfig
 
 pytestmark = pytest.mark.timeout(240)
 Until = Callable[..., None]
@@ -33,20 +30,11 @@ TIMEOUT_S = 0.5
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Some forty blocks: letters without sense make a token each."""
-    folder, draw = tmp_path_factory.mktemp("dataset"), random.Random(1)
-    texts = ("".join(draw.choices(ascii_lowercase + " ", k=2000)) for _ in range(400))
-    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    config = DataConfig.model_validate(
-        {
-            "sources": [{"path": "docs.jsonl"}],
-            "tokenizer": {"vocab_size": 300},
-            "seq_len": 16,
-            "eval_fraction": 0.1,
-        }
-    )
-    return build_dataset(config, lambda path: folder / path, Storage(folder / "store"))
+def dataset(
+    tmp_path_factory: pytest.TempPathFactory, build_letters: Callable[[Path, int], Dataset]
+) -> Dataset:
+    """Some forty blocks."""
+    return build_letters(tmp_path_factory.mktemp("dataset"), 800_000)
 
 
 class Clock:
