@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from eagleray.actors.cache.bounded_store import BoundedStore
 from eagleray.actors.cache.cluster_link import is_cluster_url
 from eagleray.actors.cache.cluster_store import ClusterStore
 from eagleray.actors.cache.frame import digest_key
@@ -29,6 +31,9 @@ from eagleray.platform.errors import StorageError
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+DISK_TIMEOUT_S = 1.0
+"""A disk that takes longer for a look-up is left alone for a while: well above what one takes that
+is busy, as a hundred blocks are read one after the other."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +169,14 @@ def open_cache(
         redis_url: Where Redis is; None: nowhere.
         sink: Learns of what is read from and stored in Redis.
         clock: Seconds that only grow.
-        is_dear: Values are worth a lease, so that no two processes compute the same one; in a
-            cluster, and without Redis, there are none.
+        is_dear: Values are worth a lease, so that no two processes compute the same one; without
+            Redis there are none.
         scope: Processes of a node share segments if they name the same one, as the storage's root.
     """
     if not config.enabled:
         return None
     shared = _shared(config, scope)
-    disk = _disk(config, scope)
+    disk = _disk(config, scope, clock)
     redis = _redis(config, redis_url, sink, clock) if config.max_bytes else None
     levels = [*shared, *([Level("l2", redis)] if redis else []), *disk]
     store: ValueStore
@@ -186,8 +191,9 @@ def open_cache(
         plan = memory.expect
     else:
         return None
-    has_leases = is_dear and isinstance(redis, RedisStore)
-    leases = RedisLeases(redis_url, config.timeout_s) if has_leases and redis_url else None
+    leases: Leases | None = None
+    if is_dear and redis and redis_url:
+        leases = RedisLeases(redis_url, config.timeout_s)
     return FeatureCache(store, leases, plan if config.policy == "auto" else None)
 
 
@@ -214,19 +220,20 @@ def _shared(config: FeatureCacheConfig, scope: str) -> list[Level]:
         return []
 
 
-def _disk(config: FeatureCacheConfig, scope: str) -> list[Level]:
+def _disk(config: FeatureCacheConfig, scope: str, clock: Callable[[], float]) -> list[Level]:
     if not config.disk_bytes or config.disk_path is None:
         return []
-    folder, setting = Path(config.disk_path) / _folder(scope), "data.cache.disk_bytes"
+    folder = Path(config.disk_path) / _folder(scope)
+    open_store = partial(
+        SegmentStore, folder, config.disk_bytes, is_kept=True, setting="data.cache.disk_bytes"
+    )
     try:
-        # Two on one folder: what is read does not wait for what is written.
-        store, behind = (
-            SegmentStore(folder, config.disk_bytes, is_kept=True, setting=setting) for _ in range(2)
-        )
+        reader = BoundedStore(open_store, DISK_TIMEOUT_S, "l3-reader", clock)
     except (StorageError, OSError) as error:
         logger.warning("the cache goes without a disk reason=%s", error)
         return []
-    return [Level("l3", store, behind)]
+    # Two on one folder: what is read does not wait for what is written.
+    return [Level("l3", reader, open_store)]
 
 
 def _folder(scope: str) -> str:

@@ -29,6 +29,7 @@ from eagleray.platform.storage import Storage
 from eagleray.platform.telemetry import (
     CACHE_LEVEL_CALLS,
     CACHE_LEVEL_EVICTIONS,
+    CACHE_LEVEL_LATE,
     CACHE_LEVEL_LOOKUPS,
     CACHE_LEVEL_READ,
     CACHE_LEVEL_SPENT,
@@ -147,6 +148,7 @@ class LoaderServer:
             meter.reach(CACHE_LEVEL_SPENT, level.lookup_s, level=level.name)
             meter.reach(CACHE_LEVEL_CALLS, level.lookups, level=level.name)
             meter.reach(CACHE_LEVEL_EVICTIONS, level.evictions, level=level.name)
+            meter.reach(CACHE_LEVEL_LATE, level.late, level=level.name)
 
 
 def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | None = None) -> Any:

@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from tools.redis_cluster import RedisCluster
 
+from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.trainer import FatalRunError
 from eagleray.platform.errors import InfeasibleError, RunFailedError
@@ -156,6 +158,28 @@ def test_a_run_that_dies_too_often_fails_and_is_resumed_past_a_damaged_checkpoin
     events = [event["event"] for event in project.runs.events(state.run_id)]
     assert events.count("checkpoint_damaged") == 1
     assert project.runs.state(state.run_id).status is RunStatus.FINISHED
+
+
+def test_a_master_of_the_cache_cluster_killed_in_training_costs_neither_bits_nor_samples(
+    make_project: MakeProject, undisturbed: TrainedRun, fragile_redis_cluster: RedisCluster
+) -> None:
+    cluster = fragile_redis_cluster
+    project = make_project(f"redis.url={cluster.url}")
+    block = f"{project.build_data().digest}:train:0".encode()
+    # Of the three masters the one that keeps the first block, which every few batches need.
+    victim = cluster.owner(digest_key(block))
+    sizes: list[int] = []
+
+    def kill(_: str, progress: Progress) -> None:
+        if not sizes and any(row.step >= 40 for row in progress.rows):
+            sizes.append(cluster.ask(victim, "DBSIZE"))
+            cluster.processes[victim].kill()
+
+    run = project.train(kill)
+    assert sizes
+    assert sizes[0] > 0
+    assert run.attempts == 1
+    assert_same(run, undisturbed)
 
 
 def test_a_killed_controller_ends_the_run_and_gives_its_places_back(
