@@ -49,9 +49,9 @@ class TokenStream:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
         header = shards[0].header
-        self.tokens_per_shard, self.block_tokens = header.num_tokens, header.block_tokens
+        self.tokens_per_shard, self.block_tokens = header.num_items, header.block_items
         self.blocks_per_shard, self.dtype = header.num_blocks, header.dtype
-        self.num_tokens = sum(shard.header.num_tokens for shard in shards)
+        self.num_tokens = sum(shard.header.num_items for shard in shards)
         self.num_blocks = sum(shard.header.num_blocks for shard in shards)
 
     def read(self, start: int, out: SampleArray) -> None:
@@ -60,7 +60,7 @@ class TokenStream:
         while done < len(out):
             number, offset = divmod(start + done, self.tokens_per_shard)
             shard = self.shards[number]
-            stop = min(offset + len(out) - done, shard.header.num_tokens)
+            stop = min(offset + len(out) - done, shard.header.num_items)
             out[done : done + stop - offset] = shard.read(offset, stop)
             done += stop - offset
 

@@ -51,9 +51,10 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that cannot be used, and why."""
+    """A record that cannot be used, why, and what would help besides correcting it."""
 
     reason: str
+    fix: str = ""
 
 
 Records = Iterator[tuple[int, dict[str, Any] | Bad]]

@@ -36,8 +36,8 @@ from eagleray.platform.runs import RunState, RunStatus, RunStore
 from eagleray.platform.storage import Storage
 
 if TYPE_CHECKING:
-    from eagleray.actors.data.build import BuildProgress
     from eagleray.actors.data.dataset import Dataset
+    from eagleray.actors.data.recipe import BuildProgress
     from eagleray.actors.trainer.progress import Progress
     from eagleray.tune.history import SweepHistory
     from eagleray.tune.sweep import SweepResult
