@@ -5,9 +5,9 @@ Laws:
       often the build was killed and by however many processes it was done.
     * A dataset is visible whole or not at all. A killed build leaves a hidden folder with what it
       finished, which the next build of the same goes on from and a build of anything else removes.
-    * Memory is bounded by one document and one batch of text, not by the corpus.
-    * A document's split depends on its text alone: adding data never moves a held-out document into
-      training, and the tokenizer never sees held-out text.
+    * Memory is bounded by one document and one batch of text or rows, not by the corpus.
+    * The split of a document or a row depends on its content alone: adding data never moves what is
+      held out into training, and no tokenizer or figure of a column has seen it.
 """
 
 import logging
@@ -21,6 +21,7 @@ from eagleray.actors.data.build_folder import building, named_failure
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.recipe import BuildProgress, OnProgress, Recipe, Task
 from eagleray.actors.data.records import SourceFile
+from eagleray.actors.data.row_recipe import RowRecipe
 from eagleray.actors.data.sources import NUM_EXAMPLES, Part, Tally, described, find_files, parts_of
 from eagleray.actors.data.text_recipe import TextRecipe
 from eagleray.actors.data.units import LAYOUT, Encoder, Unit, UnitResult, changed, total
@@ -50,7 +51,7 @@ def build_dataset(
     """Build the dataset that `data` describes, or find it if it was built before.
 
     Args:
-        data: Sources, tokenizer, sample length and split.
+        data: Sources, tokenizer and sample length, or features, and split.
         resolve: Turns a path of the configuration into an absolute one.
         storage: Gets `datasets/<digest>/`.
         on_progress: Called a few times a second, from this thread.
@@ -90,7 +91,7 @@ class _Build:
         self._files = find_files(data.sources, resolve)
         total_bytes = sum(file.path.stat().st_size for file in self._files)
         self._task = Task(data, resolve, self._files, total_bytes, on_progress)
-        self._recipe: Recipe = TextRecipe(self._task)
+        self._recipe: Recipe = (TextRecipe if data.features is None else RowRecipe)(self._task)
 
     def run(self, open_cluster: OpenCluster | None) -> Dataset:
         digests, parts = self._plan()
@@ -277,18 +278,19 @@ class _Build:
             "format": self._recipe.format,
             "eval_fraction": self._data.eval_fraction,
             "sources": [
-                _describe(file, tally) for file, tally in zip(self._files, tallies, strict=True)
+                _describe(file, tally, is_text=self._data.features is None)
+                for file, tally in zip(self._files, tallies, strict=True)
             ],
             "domains": list(self._data.domains),
             **of_kind,
         }
 
 
-def _describe(file: SourceFile, tally: Tally) -> dict[str, Any]:
+def _describe(file: SourceFile, tally: Tally, *, is_text: bool) -> dict[str, Any]:
     return {
         "name": file.name,
         "kind": file.kind,
-        "text_field": file.text_field,
+        **({"text_field": file.text_field} if is_text else {}),
         "where": described(file.where),
         "domain": file.domain,
         "sha256": tally.sha256,

@@ -227,7 +227,7 @@ class Loader:
             took_s = self._clock() - started
         with self._changed:
             self._stats = replace(self._stats, read_s=self._stats.read_s + took_s)
-        return Batch(step, ids, tokens)
+        return Batch(step, ids, tokens, self.dataset.layout)
 
     def _ids(self, split: Split, step: int, seed: int, mixture: Mixture) -> IntArray:
         """The sample ids of a step; those of many steps are computed together, which is cheaper."""

@@ -1,5 +1,6 @@
 """A way to a loader actor; apart from it: a training worker loads nothing that it needs not."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class LoaderClient:
     def _call(self, method: Any, what: str, *args: Any) -> Batch:
         batch: Batch = call(method, *args, timeout_s=self._timeout_s, what=what)
         # What came through the object store is read-only, which torch.from_numpy warns about.
-        return Batch(batch.step, _owned(batch.ids), _owned(batch.tokens))
+        return replace(batch, ids=_owned(batch.ids), samples=_owned(batch.samples))
 
 
 def _owned(array: Any) -> Any:

@@ -16,7 +16,10 @@ Phase = Literal["hash", "wait", "count", "tokenizer", "cluster", "encode", "foun
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a phase is: `fraction` of its bytes, with what has been read and written in it."""
+    """How far a phase is: `fraction` of its bytes, with what has been read and written in it.
+
+    Of a dataset of features `documents` are records, and `tokens` the values of their rows.
+    """
 
     phase: Phase
     fraction: float
