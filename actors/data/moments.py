@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from eagleray.actors.data.features import FloatArray
 
-_ROWS = 1 << 14
-"""As many numbers of 24 bits are added exactly in a float64."""
+# 64 MB wait to be summed up, since each time costs something for each column.
 _VALUES = 1 << 24
 _COLUMNS = 256
+# Values at a time. Far from 2**29: so many numbers of 24 bits a float64 adds exactly.
+_PART = 1 << 20
 _BITS = 24
 # numpy.frexp of what float32 can hold gives exponents from -148 to 128.
 _LEAST = -148
@@ -41,7 +42,7 @@ class Moments:
     def __init__(self, width: int) -> None:
         self._width = width
         self._waiting: list[FloatArray] = []
-        self._waiting_rows = 0
+        self._waiting_values = 0
         self._count = np.zeros(width, np.int64)
         self._min, self._max = (np.full(width, np.nan, np.float32) for _ in range(2))
         # In units of 2**(_LEAST - _BITS), and of its square.
@@ -49,13 +50,12 @@ class Moments:
 
     def add(self, rows: FloatArray) -> None:
         """Count rows [n, width] in."""
-        for start in range(0, len(rows), _ROWS):
-            part = rows[start : start + _ROWS]
-            if self._waiting_rows + len(part) > _ROWS:
-                self._flush()
+        size = max(1, _VALUES // self._width)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
             self._waiting.append(part)
-            self._waiting_rows += len(part)
-            if self._waiting_rows * self._width >= _VALUES:
+            self._waiting_values += part.size
+            if self._waiting_values >= _VALUES:
                 self._flush()
 
     def of_column(self, place: int) -> Moment | None:
@@ -78,12 +78,15 @@ class Moments:
         if not self._waiting:
             return
         rows = np.concatenate(self._waiting)
-        self._waiting, self._waiting_rows = [], 0
+        self._waiting, self._waiting_values = [], 0
         self._count += np.count_nonzero(~np.isnan(rows), axis=0)
         self._min = np.fmin(self._min, np.fmin.reduce(rows, axis=0))
         self._max = np.fmax(self._max, np.fmax.reduce(rows, axis=0))
         for first in range(0, self._width, _COLUMNS):
-            self._sum_up(rows[:, first : first + _COLUMNS].astype(np.float64), first)
+            columns = rows[:, first : first + _COLUMNS]
+            step = _PART // columns.shape[1]
+            for start in range(0, len(columns), step):
+                self._sum_up(columns[start : start + step].astype(np.float64), first)
 
     def _sum_up(self, rows: npt.NDArray[np.float64], first: int) -> None:
         columns = rows.shape[1]

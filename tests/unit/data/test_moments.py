@@ -56,17 +56,17 @@ def test_they_are_exact_however_the_rows_are_cut_and_ordered(
 def test_many_rows_of_many_columns_are_summed_in_parts(
     monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
-    monkeypatch.setattr(module, "_ROWS", 256)
     monkeypatch.setattr(module, "_COLUMNS", 3)
+    monkeypatch.setattr(module, "_PART", 100)
     monkeypatch.setattr(module, "_VALUES", least)
     rows = np.random.default_rng(0).normal(1e6, 1e-2, (1000, 7)).astype(np.float32)
     assert figures(rows, [1, 1, 900]) == [exactly(c.tolist()) for c in rows.T.astype(np.float64)]
 
 
 def test_the_largest_sum_that_is_kept_at_once_is_exact() -> None:
-    largest = np.full((module._ROWS, 1), np.finfo(np.float32).max)
+    largest = np.full((module._PART, 1), np.finfo(np.float32).max)
     (found,) = figures(largest, [])
-    assert found == Moment(module._ROWS, float(largest[0, 0]), 0.0, *[float(largest[0, 0])] * 2)
+    assert found == Moment(module._PART, float(largest[0, 0]), 0.0, *[float(largest[0, 0])] * 2)
 
 
 def test_a_column_of_empty_cells_has_no_figures() -> None:
