@@ -177,7 +177,7 @@ class Loader:
                 self._announcing.release()
         ids = self._ids(self.split, step, self.order_seed, mixture)
         batch = self._read(self.split, step, ids[self._part])
-        return batch, batch.tokens.nbytes
+        return batch, batch.samples.nbytes
 
     def _read(self, split: Split, step: int, ids: IntArray) -> Batch:
         started = self._clock()
@@ -185,7 +185,7 @@ class Loader:
         took_s = self._clock() - started
         with self._counting:
             self._stats = replace(self._stats, read_s=self._stats.read_s + took_s)
-        return Batch(step, ids, tokens)
+        return Batch(step, ids, tokens, self.dataset.layout)
 
     def _ids(self, split: Split, step: int, seed: int, mixture: Mixture) -> IntArray:
         """The sample ids of a step; those of many steps are computed together, which is cheaper."""

@@ -1,5 +1,6 @@
 """A way to a loader actor; apart from it: a training worker loads nothing that it needs not."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,8 @@ class LoaderClient:
             batch: Batch = result(asked, timeout_s=self._timeout_s, what=what)
         except DeadlineExceededError as error:
             raise DeadlineExceededError(f"{error.what}: {self._reason()}", error.fix) from error
-        # The tokens stay where they are; ids are kept for longer, and would keep them there.
-        return Batch(batch.step, np.array(batch.ids), batch.tokens)
+        # The samples stay where they are; ids are kept for longer, and would keep them there.
+        return replace(batch, ids=np.array(batch.ids))
 
     def _reason(self) -> str:
         """Why a loader does not answer, as far as it can tell."""

@@ -1,15 +1,18 @@
-"""The section `data`: sources and their domains, tokenizer, samples, mixture, cache."""
+"""The section `data`: sources and their domains, tokenizer or features, mixture, cache."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from eagleray.platform.config.features import FeaturesConfig
 from eagleray.platform.config.values import ByteSize, Name, Seconds, Section, near
 
 MAX_DOMAINS = 64
 """So many domains can be mixed."""
 _LEAST_SEGMENTED_BYTES = 4_000_000
+_TEXT_FIELD = "text"
+_SEQ_LEN = 128
 
 
 class RangeCondition(Section):
@@ -52,7 +55,7 @@ class SourceConfig(Section):
     All but parquet may be packed (.gz, .zst)."""
     path: str
     """Relative to eagleray.yaml or absolute; `*` and `**` are globs."""
-    text_field: str = "text"
+    text_field: str = _TEXT_FIELD
     """The field or column that holds the text."""
     where: dict[str, Condition] = Field(default={})
     """Keep only records whose fields fit: `{party: [Whig], year: {min: 1834, max: 1860}}`."""
@@ -223,14 +226,16 @@ class FeatureCacheConfig(Section):
 
 
 class DataConfig(Section):
-    """Raw text to verified shards to batches."""
+    """Raw text, or records of numbers, to verified shards to batches."""
 
     sources: list[SourceConfig] = Field(default=[], max_length=1000)
+    features: FeaturesConfig | None = None
+    """Make rows of numbers of the records; null: their text becomes tokens."""
     tokenizer: Tokenizer = BpeConfig()
-    seq_len: int = Field(default=128, ge=8, le=1_048_576)
+    seq_len: int = Field(default=_SEQ_LEN, ge=8, le=1_048_576)
     """Tokens that a sample trains on; each sample holds one more, as the last target."""
     eval_fraction: float = Field(default=0.02, gt=0.0, lt=0.5)
-    """Share of the documents held out, chosen by content digest."""
+    """Share of the documents or rows held out, chosen by content digest."""
     shard_bytes: ByteSize = 64_000_000
     on_bad_record: Literal["fail", "skip"] = "fail"
     order_seed: int = Field(default=0, ge=0, lt=2**63)
@@ -251,6 +256,36 @@ class DataConfig(Section):
     def domains(self) -> tuple[str, ...]:
         """Names of the domains, in the order of their first sources."""
         return tuple(dict.fromkeys(source.domain for source in self.sources))
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.features is None:
+            return self
+        for source in self.sources:
+            if source.kind == "text":
+                raise ValueError(
+                    f"features are columns of records, and source {source.path} has kind text: "
+                    "use jsonl, csv or parquet, or remove features"
+                )
+            if source.text_field != _TEXT_FIELD:
+                raise ValueError(
+                    f"text_field {source.text_field!r} of source {source.path} is for text: with "
+                    "features, name columns in features.columns"
+                )
+        for name, default in (("tokenizer", BpeConfig()), ("seq_len", _SEQ_LEN)):
+            value = getattr(self, name)
+            if value != default:
+                shown = value if isinstance(value, int) else f"of kind {value.kind}"
+                raise ValueError(
+                    f"{name} {shown} is for text, and features make numbers of the records: "
+                    "remove one of the two"
+                )
+        if isinstance(self.mixture, _OnlineMixtureConfig):
+            raise ValueError(
+                f"mixture of kind {self.mixture.kind} follows the losses of a language model: "
+                "with features, use stratified, fixed or phased"
+            )
+        return self
 
     @model_validator(mode="after")
     def _mixed(self) -> Self:

@@ -294,7 +294,7 @@ class ProjectConfig(Section):
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
-        if self.data.seq_len > self.model.max_seq_len:
+        if self.data.features is None and self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} must not exceed model.max_seq_len "
                 f"{self.model.max_seq_len}"

@@ -63,6 +63,15 @@ def test_slices_of_all_ranks_make_the_global_batch(small_dataset: Dataset) -> No
     assert not client.batch(0).tokens.flags.writeable
 
 
+def test_rows_of_numbers_come_through_the_actor(small_rows: Dataset) -> None:
+    client = LoaderClient(create_loader(spec_for(small_rows)), 60)
+    with Loader(small_rows, "train", 5, 8, prefetch_batches=0) as plain:
+        parts = [client.batch(7, rank, 4) for rank in range(4)]
+        whole = plain.batch(7)
+        assert np.array_equal(np.concatenate([p.features for p in parts]), whole.features)
+        assert np.array_equal(np.concatenate([p.labels for p in parts]), whole.labels)
+
+
 def test_a_loader_that_is_killed_ten_times_gives_every_batch_as_if_it_had_not_been(
     small_dataset: Dataset,
 ) -> None:
