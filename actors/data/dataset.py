@@ -56,7 +56,10 @@ class SampleShape(NamedTuple):
 
 
 class TokenStream:
-    """One domain of a split as one run of tokens; all shards but the last are equally long."""
+    """One domain of a split as one run of tokens, or of the values of rows.
+
+    All shards but the last are equally long.
+    """
 
     def __init__(self, shards: Sequence[Shard] | Sequence[RowShard]) -> None:
         self.shards = shards
@@ -107,7 +110,7 @@ class TokenSplit:
     Args:
         shape: Of the samples.
         sizes: Samples of each domain.
-        streams: Its tokens; None for a domain without any.
+        streams: What they are cut from; None for a domain without any.
     """
 
     def __init__(

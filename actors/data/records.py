@@ -8,6 +8,7 @@ Parquet by one batch of rows.
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -282,6 +283,12 @@ def _check_columns(file: SourceFile, columns: list[str]) -> None:
             raise DataError(
                 f"{file.path} has no column {name!r} (it has {', '.join(map(repr, columns))})",
                 f"set {setting} and `where` of its source to columns that it has",
+            )
+    wanted = set(file.fields or columns)
+    for name, count in Counter(columns).items():
+        if count > 1 and name in wanted:
+            raise DataError(
+                f"{file.path} has {count} columns {name!r}", "give each column a name of its own"
             )
 
 

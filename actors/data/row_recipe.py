@@ -12,14 +12,13 @@ import numpy.typing as npt
 from eagleray.actors.data.dataset import FEATURES_FORMAT, SPLITS
 from eagleray.actors.data.features import Column, Features, FloatArray
 from eagleray.actors.data.moments import Moment, Moments
-from eagleray.actors.data.recipe import Task, check_documents
+from eagleray.actors.data.recipe import Task
 from eagleray.actors.data.records import MAX_RECORD_BYTES
 from eagleray.actors.data.row_schema import (
-    FIX,
     MAX_ROW_VALUES,
-    WHAT,
     RowColumn,
     RowSchema,
+    check_records,
     find_schema,
 )
 from eagleray.actors.data.row_units import RowEncoder
@@ -65,7 +64,7 @@ class RowRecipe:
     ) -> dict[str, Any]:
         """Cut the units' rows into shards, in the order of the units, with the dataset's codes."""
         assert isinstance(encoder, RowEncoder), "what `encoder` gave"
-        check_documents(self._task, [result.tally for result in results], WHAT, FIX)
+        check_records(self._task, [result.tally for result in results])
         schema = encoder.schema
         names = _all_names(schema, results)
         # Figures come last, and are not part of what the values mean.
@@ -241,13 +240,15 @@ def _all_names(schema: RowSchema, results: Sequence[UnitResult]) -> list[list[st
     """The names of each category in the whole corpus, in the order of their codes."""
     found = []
     for number, (_, column) in enumerate(schema.category_places):
-        names: set[str] = set().union(*(result.words[number] for result in results))
-        if len(names) > MAX_CATEGORIES:
-            raise DataError(
-                f"column {column.name!r} has {len(names):,} different values, and a category has "
-                f"at most {MAX_CATEGORIES:,}",
-                "leave it out of data.features.categories and columns",
-            )
+        names: set[str] = set()
+        for result in results:
+            names.update(result.words[number])
+            if len(names) > MAX_CATEGORIES:
+                raise DataError(
+                    f"column {column.name!r} has more than {MAX_CATEGORIES:,} different values: "
+                    "too many for a category",
+                    "leave it out of data.features.categories and columns",
+                )
         found.append(_sorted_names(names))
     return found
 

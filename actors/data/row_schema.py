@@ -1,8 +1,10 @@
 """Records to rows: which columns there are, and what each cell becomes.
 
-number      the nearest float32; a list of them is a vector, of one length in the whole corpus
-category    a name, or a whole number or a truth value in the place of one
-empty       no field, null, NaN or nothing but white space; of a number also NA and NaN as text
+    number      the nearest float32; a list of them is a vector, of one length in the whole corpus
+    category    a name, or a whole number or a truth value in the place of one
+    empty       no field, null, NaN or nothing but white space; of a number also NA and NaN as text
+
+How many values a column has is learnt from the first record that has any.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,6 @@ from eagleray.platform.config import MAX_FLOAT32, FeaturesConfig
 from eagleray.platform.errors import DataError
 
 MAX_ROW_VALUES = 65_536
-WHAT = "record"
-FIX = "check `where`, or name other files"
 _NAME_THEM = "name the columns that you mean in data.features.columns"
 _SHOWN_CHARS = 40
 
@@ -72,11 +72,14 @@ class RowSchema:
 
     def row(self, record: dict[str, Any]) -> Row | Bad:
         """The row of a record."""
-        if self.other_fields is not None:
-            more = record.keys() - self.other_fields - {column.name for column in self.columns}
-            if more:
-                return Bad(f"has a field {min(more)!r}, as no record before it", _NAME_THEM)
+        if self.other_fields is not None and not self._known_fields.issuperset(record):
+            other = min(record.keys() - self._known_fields)
+            return Bad(f"has a field {other!r}, as no record before it", _NAME_THEM)
         return self._plain_row(record) or self._checked_row(record)
+
+    @cached_property
+    def _known_fields(self) -> frozenset[str]:
+        return frozenset(column.name for column in self.columns) | (self.other_fields or set())
 
     @cached_property
     def _shape(self) -> list[tuple[str, int, bool]]:
@@ -200,9 +203,18 @@ def find_schema(task: Task) -> RowSchema:
     found = _Found(config, frozenset(name for file in task.files for name in file.where))
     tallies = [found.look(file) for file in task.files]
     if found.names is None:
-        check_documents(task, tallies, WHAT, FIX)
+        check_records(task, tallies)
         raise AssertionError("a record that can be used names columns")
     return found.schema()
+
+
+def check_records(task: Task, tallies: Sequence[Tally]) -> None:
+    """Refuse files without a single record that can be used.
+
+    Raises:
+        DataError: There is none; says what became of those that there are.
+    """
+    check_documents(task, tallies, "record", "check `where`, or name other files")
 
 
 class _Found:

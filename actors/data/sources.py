@@ -98,7 +98,7 @@ def find_files(sources: Sequence[SourceConfig], resolve: Callable[[str], Path]) 
         if identity in seen:
             raise DataError(
                 f"data.sources names {file.path} twice with the same filter: "
-                "its text would count double",
+                "what it holds would count double",
                 "narrow one of the two paths",
             )
         seen.add(identity)

@@ -231,3 +231,14 @@ def test_a_table_that_lacks_a_column_is_named(find: Find, tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"a\.csv has no column 'z'") as failed:
         find({"path": "a.csv", "kind": "csv"}, columns=["x", "z"])
     assert failed.value.fix.startswith("set data.features and `where`")
+
+
+@pytest.mark.parametrize("columns", [None, ["x"]])
+def test_two_columns_of_one_name_are_refused(
+    find: Find, tmp_path: Path, columns: list[str] | None
+) -> None:
+    (tmp_path / "a.csv").write_text("x,y,x\n1,2,3\n")
+    source = {"path": "a.csv", "kind": "csv"}
+    with pytest.raises(DataError, match=r"a\.csv has 2 columns 'x'"):
+        find(source, columns=columns)
+    assert find(source, columns=["y"]).columns == (RowColumn("y", 1, False),)
