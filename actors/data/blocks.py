@@ -224,6 +224,7 @@ class BlockFile(Generic[H]):
             self._map, dtype=self.header.dtype, count=self.header.num_items, offset=HEADER_BYTES
         )
         self._is_checked = np.zeros(self.header.num_blocks, dtype=np.bool_)
+        self._windows: tuple[int, ItemArray] | None = None
         self._refetched: dict[int, ItemArray] = {}
 
     def read(self, start: int, stop: int) -> ItemArray:
@@ -248,9 +249,12 @@ class BlockFile(Generic[H]):
                 self._check(block)
         if self._refetched:
             return np.stack([self.read(start, start + length) for start in starts_N.tolist()])
-        windows = np.lib.stride_tricks.sliding_window_view(self._items, length)
+        # Kept: to make the view takes as long as to take a batch from it.
+        if self._windows is None or self._windows[0] != length:
+            view = np.lib.stride_tricks.sliding_window_view(self._items, length)
+            self._windows = length, view
         with Reading(f"shard {self.path.name}"):
-            taken: ItemArray = windows[starts_N]
+            taken: ItemArray = self._windows[1][starts_N]
         return taken
 
     def read_block(self, block: int) -> ItemArray:

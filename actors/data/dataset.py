@@ -82,6 +82,9 @@ class TokenStream:
     def gather(self, starts_N: IntArray, out: SampleArray) -> None:
         """Fill each row of `out` with the tokens from its start on."""
         length = out.shape[1]
+        if len(self.shards) == 1 and length <= self.block_tokens:
+            out[:] = self.shards[0].gather(starts_N, length)
+            return
         number_N, offset_N = np.divmod(starts_N, self.tokens_per_shard)
         # The few that run into the next shard, or over more than two blocks, go the long way.
         fits_N = offset_N + length <= self.tokens_per_shard

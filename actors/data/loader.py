@@ -10,7 +10,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -72,7 +71,8 @@ class Loader:
         self._mixture = mixture or stratified(dataset.sizes(split))
         self._held_out = stratified(dataset.sizes("eval"))
         self._counting = threading.Lock()
-        self._stats = LoaderStats()
+        self._batches = self._ready = 0
+        self._wait_s = self._read_s = 0.0
         self._known_ids: tuple[tuple[Split, int, int], Mixture, IntArray] | None = None
         self._announcer = Announcer(cache, self._keys_of) if cache and cache.is_planned else None
         self._announcing = threading.Lock()
@@ -102,7 +102,11 @@ class Loader:
         batch, was_ready = self._ahead.get(
             step, lambda step: self._read_by(known, step), generation
         )
-        self._count(1, int(was_ready), self._clock() - started)
+        wait_s = self._clock() - started
+        with self._counting:
+            self._batches += 1
+            self._ready += was_ready
+            self._wait_s += wait_s
         return batch
 
     def eval_batch(self, index: int) -> Batch:
@@ -120,8 +124,11 @@ class Loader:
         """Figures since the start."""
         cache = self._cache.stats if self._cache else None
         with self._counting:
-            return replace(
-                self._stats,
+            return LoaderStats(
+                self._batches,
+                self._ready,
+                self._wait_s,
+                self._read_s,
                 cache_hits=cache.hits if cache else 0,
                 cache_misses=cache.misses if cache else 0,
             )
@@ -184,7 +191,7 @@ class Loader:
         tokens = self._tokens(split, ids)
         took_s = self._clock() - started
         with self._counting:
-            self._stats = replace(self._stats, read_s=self._stats.read_s + took_s)
+            self._read_s += took_s
         return Batch(step, ids, tokens, self.dataset.layout)
 
     def _ids(self, split: Split, step: int, seed: int, mixture: Mixture) -> IntArray:
@@ -235,12 +242,3 @@ class Loader:
         ids = self._ids(self.split, step, self.order_seed, self._mixture)[self._part]
         blocks = self.dataset.split(self.split).blocks_of(ids)
         return [self._key(self.split, block) for block in blocks]
-
-    def _count(self, batches: int, ready: int, wait_s: float) -> None:
-        with self._counting:
-            self._stats = replace(
-                self._stats,
-                batches=self._stats.batches + batches,
-                ready=self._stats.ready + ready,
-                wait_s=self._stats.wait_s + wait_s,
-            )

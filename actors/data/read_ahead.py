@@ -196,6 +196,8 @@ class ReadAhead(Generic[T]):
             thread.start()
 
     def _drop_far(self) -> None:
+        if len(self._done) <= KEEP_BEHIND + 1:
+            return
         aim = self._aim or 0
         wanted = range(aim - 1 - KEEP_BEHIND, aim + self._pace.most)
         for step in [step for step in self._done if step not in wanted and step not in self._asked]:
