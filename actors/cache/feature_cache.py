@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ class CacheStats:
 class FeatureCache:
     """Reads through a store. Safe for several threads, which compute at the same time.
 
+    What two of them miss at once is computed by one.
+
     Args:
         store: Where values are kept.
         leases: With them, a value that several processes miss at once is computed in one of them.
@@ -65,6 +68,7 @@ class FeatureCache:
         # A store is for one thread. Leases too: with them values are computed one call at a time.
         self._using, self._flying = threading.Lock(), threading.Lock()
         self._counting = threading.Lock()
+        self._filling: dict[bytes, Future[bytes]] = {}
         self.stats = CacheStats()
 
     def get_or_compute_many(
@@ -95,12 +99,12 @@ class FeatureCache:
                 )
             values.update(zip(wanted, found, strict=True))
         elif missing:
-            computed = compute(missing)
-            if len(computed) != len(missing):
-                raise ValueError(f"compute gave {len(computed)} values for {len(missing)} keys")
-            fresh = [(digests[i], value) for i, value in zip(missing, computed, strict=True)]
-            values.update(fresh)
-            stored = self._put(fresh)
+            mine, others = self._claim({digests[i]: i for i in missing})
+            stored = self._fill(mine, compute, values)
+            # Ours are done first: threads that wait for each other never wait in a circle.
+            left = self._taken(others, values)
+            stored += self._fill(left, compute, values)
+            missing = [*mine.values(), *left.values()]
         with self._counting:
             self.stats = CacheStats(
                 self.stats.hits + len(unique) - len(missing),
@@ -140,6 +144,57 @@ class FeatureCache:
             self.store.close()
         if self._leases:
             self._leases.close()
+
+    def _claim(
+        self, wanted: dict[bytes, int]
+    ) -> tuple[dict[bytes, int], dict[bytes, tuple[int, Future[bytes]]]]:
+        """What this thread computes, and what another one is computing already."""
+        with self._counting:
+            others = {d: (i, self._filling[d]) for d, i in wanted.items() if d in self._filling}
+            mine = {digest: index for digest, index in wanted.items() if digest not in others}
+            self._filling.update((digest, Future()) for digest in mine)
+        return mine, others
+
+    def _fill(
+        self,
+        wanted: dict[bytes, int],
+        compute: Callable[[list[int]], list[bytes]],
+        values: dict[bytes, bytes | None],
+    ) -> int:
+        """Compute and store; how many were stored."""
+        if not wanted:
+            return 0
+        computed: list[bytes] = []
+        try:
+            computed = compute(list(wanted.values()))
+            if len(computed) != len(wanted):
+                raise ValueError(f"compute gave {len(computed)} values for {len(wanted)} keys")
+            fresh = list(zip(wanted, computed, strict=True))
+            values.update(fresh)
+            return self._put(fresh)
+        finally:
+            with self._counting:
+                claims = [self._filling.pop(digest, None) for digest in wanted]
+            for digest, claim in zip(wanted, claims, strict=True):
+                value = values.get(digest)
+                if claim is not None and value is not None:
+                    claim.set_result(value)
+                elif claim is not None:
+                    claim.cancel()
+
+    def _taken(
+        self,
+        others: dict[bytes, tuple[int, Future[bytes]]],
+        values: dict[bytes, bytes | None],
+    ) -> dict[bytes, int]:
+        """Take what other threads compute; what they failed to compute is left."""
+        left = {}
+        for digest, (index, claim) in others.items():
+            try:
+                values[digest] = claim.result()
+            except CancelledError:
+                left[digest] = index
+        return left
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._using:

@@ -102,7 +102,7 @@ def test_a_cache_of_any_size_changes_nothing(build: Build, max_bytes: int) -> No
     dataset = build()
     cache = open_cache(FeatureCacheConfig(max_bytes=max_bytes), None)
     with (
-        Loader(dataset, "train", 0, 4, cache) as loader,
+        Loader(dataset, "train", 0, 4, cache, prefetch_batches=0) as loader,
         Loader(dataset, "train", 0, 4, prefetch_batches=0) as plain,
     ):
         assert all(same(loader.batch(step), plain.batch(step)) for step in range(20))
