@@ -24,11 +24,19 @@ def call(method: Any, *args: Any, timeout_s: float, what: str) -> Any:
         ServiceError: The actor died, or failed with an error that is not ours.
         EagleRayError: What the method raised, with its own type.
     """
+    return result(ask(method, *args, what=what), timeout_s=timeout_s, what=what)
+
+
+def ask(method: Any, *args: Any, what: str) -> Any:
+    """Call an actor's method and go on; `result` waits for its value.
+
+    Raises:
+        ServiceError: The actor is gone for good.
+    """
     try:
-        reference = method.remote(*args)
+        return method.remote(*args)
     except RayError as error:
         raise _mapped(error, what) from error
-    return result(reference, timeout_s=timeout_s, what=what)
 
 
 def result(reference: Any, *, timeout_s: float, what: str) -> Any:

@@ -135,6 +135,9 @@ CACHE_LEVEL_CALLS = Metric(
 CACHE_LEVEL_EVICTIONS = Metric(
     "eagleray_cache_level_evictions", _COUNTER, "Segments that were removed for room.", ("level",)
 )
+CACHE_LEVEL_LATE = Metric(
+    "eagleray_cache_level_late", _COUNTER, "Look-ups that were not waited for.", ("level",)
+)
 SERVE_RUNNING = Metric(
     "eagleray_serve_running_requests", _GAUGE, "Requests that are decoded together."
 )

@@ -1,16 +1,25 @@
 """Fixtures for all tests."""
 
+import json
 import logging
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from string import ascii_lowercase
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from tools.redis_cluster import RedisCluster
 
-from eagleray.platform.config import load_config
+from eagleray.platform.config import DataConfig, load_config
 from eagleray.platform.storage import Storage
+
+if TYPE_CHECKING:
+    from eagleray.actors.data import Dataset
 
 # A busy machine makes any example slow; pytest-timeout bounds the whole test instead.
 settings.register_profile("eagleray", deadline=None, max_examples=50)
@@ -50,6 +59,30 @@ def until() -> Callable[..., None]:
     return wait
 
 
+@pytest.fixture(scope="session")
+def build_letters() -> Callable[[Path, int], "Dataset"]:
+    """Builds datasets of samples of 16 tokens; letters without sense make about a token each."""
+    from eagleray.actors.data import build_dataset
+
+    def build(folder: Path, num_letters: int) -> "Dataset":
+        draw = random.Random(1)
+        texts = (
+            "".join(draw.choices(ascii_lowercase + " ", k=800)) for _ in range(num_letters // 800)
+        )
+        (folder / "docs.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        config = DataConfig.model_validate(
+            {
+                "sources": [{"path": "docs.jsonl"}],
+                "tokenizer": {"vocab_size": 300},
+                "seq_len": 16,
+                "eval_fraction": 0.1,
+            }
+        )
+        return build_dataset(config, lambda path: folder / path, Storage(folder / "store"))
+
+    return build
+
+
 @pytest.fixture(scope="module")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A private Ray cluster of four CPUs, as the verbs start one; gives its address.
@@ -65,3 +98,41 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     with session(load_config(folder)) as info:
         yield info.address
+
+
+@pytest.fixture(scope="module")
+def _module_redis_cluster(
+    tmp_path_factory: pytest.TempPathFactory, until: Callable[..., None]
+) -> Iterator[RedisCluster]:
+    with _joined(RedisCluster(tmp_path_factory.mktemp("redis-cluster")), until) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def redis_cluster(_module_redis_cluster: RedisCluster) -> RedisCluster:
+    """An empty Redis Cluster that the tests of a module share: its nodes must stay well."""
+    _module_redis_cluster.flush()
+    return _module_redis_cluster
+
+
+@pytest.fixture
+def fragile_redis_cluster(
+    tmp_path: Path, until: Callable[..., None], request: pytest.FixtureRequest
+) -> Iterator[RedisCluster]:
+    """A Redis Cluster of one test, whose nodes may be killed.
+
+    A replica takes over from a master that is silent for a second, or for the milliseconds of
+    an indirect parameter.
+    """
+    cluster = RedisCluster(tmp_path / "redis-cluster", getattr(request, "param", 1000))
+    with _joined(cluster, until):
+        yield cluster
+
+
+@contextmanager
+def _joined(cluster: RedisCluster, until: Callable[..., None]) -> Iterator[RedisCluster]:
+    try:
+        cluster.join(until)
+        yield cluster
+    finally:
+        cluster.stop()

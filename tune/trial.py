@@ -52,6 +52,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
         dataset, "train", project.data.order_seed, project.train.batch_size, None,
         project.data.prefetch_batches,
         mixture_for(project.data, dataset, project.train.batch_size, project.train.steps),
+        fetchers=project.data.fetchers,
     )  # fmt: skip
     recorder = RunRecorder(runs, run_id, sink=RaySink())
     reporter = _Reporter(recorder)

@@ -13,30 +13,33 @@ class Breaker:
     Each failed try doubles the pause up to the longest; one success closes it. Not for several
     threads.
 
+    `failures` are those in a row.
+
     Args:
         clock: Seconds that only grow.
+        max_failures: So many in a row open it.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._failures = 0
+    def __init__(self, clock: Callable[[], float], max_failures: int = FAILURES) -> None:
+        self._clock, self._max_failures = clock, max_failures
+        self.failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until = 0.0
         self.times_opened = 0
 
     def allows(self) -> bool:
         """Whether a call may be made now."""
-        return self._failures < FAILURES or self._clock() >= self._open_until
+        return self.failures < self._max_failures or self._clock() >= self._open_until
 
     def succeeded(self) -> None:
         """Note a call that was answered in time."""
-        self._failures, self._pause_s = 0, FIRST_PAUSE_S
+        self.failures, self._pause_s = 0, FIRST_PAUSE_S
 
     def failed(self) -> None:
         """Note a call that failed or came late."""
-        self._failures += 1
-        if self._failures >= FAILURES:
-            if self._failures > FAILURES:
+        self.failures += 1
+        if self.failures >= self._max_failures:
+            if self.failures > self._max_failures:
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._open_until = self._clock() + self._pause_s
             self.times_opened += 1

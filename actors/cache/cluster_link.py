@@ -1,7 +1,8 @@
 """Redis Cluster, spoken to node by node: each command goes to the node that owns its key's slot.
 
 A batch is cut by node and sent to all of them before the first reply is read, so it takes as long
-as the slowest node and not as long as all of them. Every fault concerns one node or one command:
+as the slowest node and not as long as all of them; nodes that say nothing are waited for together.
+Every fault concerns one node or one command:
 
     MOVED       asked again where the reply says; the map of slots is read anew before the next one
     ASK         asked again there, after ASKING, this once
@@ -25,6 +26,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError, ResponseError
 
 from eagleray.actors.cache.breaker import Breaker
+from eagleray.actors.cache.exchange import exchange
 from eagleray.actors.cache.redis_link import Command, RedisLink
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class ClusterLink:
 
     Args:
         url: redis-cluster:// or rediss-cluster://, of any node.
-        timeout_s: For connecting, and for each wait on a node.
+        timeout_s: For connecting, and for each wait on nodes, however many are silent.
         clock: Seconds that only grow.
 
     Raises:
@@ -145,36 +147,25 @@ class ClusterLink:
         for address, at, group in wanted:
             replies[at] = Away(f"{address[0]}:{address[1]} does not answer")
             by_node.setdefault(address, []).append((at, group))
-        sent: list[tuple[Address, _Node, list[tuple[int, tuple[Command, ...]]]]] = []
-        try:
-            for address, groups in by_node.items():
-                node = self._node(address)
-                if not node.breaker.allows():
-                    continue
-                try:
-                    node.link.send([command for _, group in groups for command in group])
-                except (RedisError, OSError) as error:
-                    self._failed(address, node, error)
-                else:
-                    sent.append((address, node, groups))
-            while sent:
-                address, node, groups = sent[0]
-                try:
-                    got = node.link.receive(sum(len(group) for _, group in groups))
-                except (RedisError, OSError) as error:
-                    sent.pop(0)
-                    self._failed(address, node, error)
-                    continue
-                sent.pop(0)
-                node.breaker.succeeded()
-                end = 0
-                for at, group in groups:
-                    end += len(group)
-                    replies[at] = got[end - 1]
-        finally:
-            # At an interrupt: replies under way would be taken for those of the next batch.
-            for _, node, _ in sent:
-                node.link.close()
+        nodes = {address: self._node(address) for address in by_node}
+        asked = {address: node for address, node in nodes.items() if node.breaker.allows()}
+        # Whoever took over from a node that is left alone stands in the map.
+        self._is_stale = self._is_stale or len(asked) < len(nodes)
+        outcomes = exchange(
+            [
+                (node.link, [command for _, group in by_node[address] for command in group])
+                for address, node in asked.items()
+            ]
+        )
+        for (address, node), outcome in zip(asked.items(), outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._failed(address, node, outcome)
+                continue
+            node.breaker.succeeded()
+            end = 0
+            for at, group in by_node[address]:
+                end += len(group)
+                replies[at] = outcome[end - 1]
 
     def _failed(self, address: Address, node: _Node, error: Exception) -> None:
         self._is_stale = True
@@ -196,14 +187,20 @@ class ClusterLink:
         return self._nodes[address]
 
     def _refresh(self) -> None:
-        """Read the map of slots anew if it is old, from the first node that gives it."""
+        """Read the map of slots anew if it is old, from the first node that gives it.
+
+        Nodes that failed last are asked last, and none once the time-out is over.
+        """
         if not self._is_stale or self._clock() - self._read_s < _REFRESH_S:
             return
         self._read_s = self._clock()
-        for address in dict.fromkeys([*self._owning(), self._seed]):
-            node = self._node(address)
+        give_up_s = time.monotonic() + self._timeout_s
+        known = {address: self._node(address) for address in [*self._owning(), self._seed]}
+        for address, node in sorted(known.items(), key=lambda each: each[1].breaker.failures):
             if not node.breaker.allows():
                 continue
+            if time.monotonic() >= give_up_s:
+                return
             try:
                 ranges = node.link.call("CLUSTER", "SLOTS")
             except (RedisError, OSError) as error:

@@ -15,9 +15,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from eagleray.actors.cache.cluster_link import Address, ClusterLink
 from eagleray.actors.cache.framed_values import ENTRY_OVERHEAD_BYTES, KEY_PREFIX
-from eagleray.actors.cache.policies import EvictionPolicy
+from eagleray.actors.cache.policies import EvictionPolicy, Scheduled
 from eagleray.actors.cache.redis_link import Command, RedisLink
-from eagleray.actors.cache.touches import TouchBatch
+from eagleray.actors.cache.touches import Schedule, TouchBatch
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,16 @@ Unlink = Callable[[Sequence[bytes]], None]
 
 @dataclass(frozen=True)
 class EvictorStats:
-    """Keys and bytes believed resident; touches taken and keys evicted since the start."""
+    """Keys and bytes believed resident; touches taken and keys evicted since the start.
+
+    `expected` are the look-ups that it knows will come.
+    """
 
     keys: int
     bytes: int
     touches: int
     evicted: int
+    expected: int = 0
 
 
 class Evictor:
@@ -65,11 +69,16 @@ class Evictor:
         if self._policy.total_bytes > self._max_bytes:
             self._evict()
 
+    def expect(self, schedule: Schedule) -> None:
+        """Note what will be referenced, if the policy goes by it."""
+        if isinstance(self._policy, Scheduled):
+            self._policy.follow(schedule.now, schedule.by_step())
+
     def stats(self) -> EvictorStats:
         """Figures since the start."""
-        return EvictorStats(
-            len(self._policy), self._policy.total_bytes, self._touches, self._evicted
-        )
+        policy = self._policy
+        expected = policy.num_expected if isinstance(policy, Scheduled) else 0
+        return EvictorStats(len(policy), policy.total_bytes, self._touches, self._evicted, expected)
 
     def _evict(self) -> None:
         while self._policy.total_bytes > LOW_MARK * self._max_bytes:

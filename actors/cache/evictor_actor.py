@@ -15,7 +15,7 @@ from eagleray.actors.cache.cluster_link import ClusterLink, is_cluster_url
 from eagleray.actors.cache.evictor import Evictor, EvictorStats, resident_in, unlink_in
 from eagleray.actors.cache.policies import make_policy
 from eagleray.actors.cache.redis_link import RedisLink
-from eagleray.actors.cache.touches import TouchBatch
+from eagleray.actors.cache.touches import Schedule, TouchBatch
 from eagleray.actors.rpc import call
 from eagleray.platform.config import FeatureCacheConfig
 
@@ -43,6 +43,10 @@ class EvictorServer:
     def touch(self, batch: TouchBatch) -> None:
         """Note references, and evict if the budget is exceeded."""
         self._evictor.touch(batch)
+
+    def expect(self, schedule: Schedule) -> None:
+        """Note what will be referenced."""
+        self._evictor.expect(schedule)
 
     def stats(self) -> EvictorStats:
         """Figures since this process started."""
@@ -74,6 +78,13 @@ class EvictorClient:
             self._handle.touch.remote(batch)
         except RayError:
             # Too many under way, or the actor is gone: a worse order of eviction, nothing more.
+            self.dropped += 1
+
+    def expect(self, schedule: Schedule) -> None:
+        """Send a schedule and do not wait."""
+        try:
+            self._handle.expect.remote(schedule)
+        except RayError:
             self.dropped += 1
 
     def stats(self, timeout_s: float) -> EvictorStats:

@@ -1,6 +1,10 @@
 """Who computes a value that several processes miss at once: whoever holds the lease of its key.
 
-    SET eagleray:l:<key digest> <token> NX PX <ms>
+    SET eagleray:l:{<name of the value>} <token> NX PX <ms>
+
+In a cluster the braces put a lease where its value is, so that both are away together: a lease of
+what cannot be stored would have all compute it, but one after the other. (The few names with a
+closing brace of their own lie elsewhere, which only then matters.)
 
 A lease ends by itself when its holder dies, is renewed while the holder is at work, and is given
 back only by who holds its token. It saves work and guards nothing: whoever waits too long computes
@@ -9,19 +13,16 @@ the value as well, which is the same value.
 Nobody waits while holding a lease, so no two processes can wait for each other.
 """
 
-import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
-from redis.exceptions import RedisError
-
-from eagleray.actors.cache.redis_link import Command, RedisLink
-
-logger = logging.getLogger(__name__)
+from eagleray.actors.cache.framed_values import KEY_PREFIX
+from eagleray.actors.cache.keyed_link import KeyedLink, keyed_link
 
 LEASE_PREFIX = b"eagleray:l:"
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
@@ -29,6 +30,11 @@ _RENEW = (
     "if redis.call('GET', KEYS[1]) == ARGV[1] then "
     "return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
 )
+
+
+def _name(key: bytes) -> bytes:
+    """What the lease of a key digest is called in Redis."""
+    return LEASE_PREFIX + b"{" + KEY_PREFIX + key + b"}"
 
 
 class Leases(Protocol):
@@ -48,29 +54,29 @@ class Leases(Protocol):
 
 
 class RedisLeases:
-    """Leases in the Redis that holds the values. Not for several threads.
+    """Leases in the Redis, or the cluster, that holds the values. Not for several threads.
+
+    Whatever a server that is away would have said, it hands out: then each computes for itself.
 
     Args:
-        url: Where the server is.
+        url: Where the server is, or a node of the cluster.
         timeout_s: A slower answer counts as none.
         lease_s: After so long without a word a holder counts as dead.
     """
 
     def __init__(self, url: str, timeout_s: float, lease_s: float = 5.0) -> None:
         self.lease_s = lease_s
-        self._url, self._timeout_s = url, timeout_s
-        self._link = RedisLink(url, timeout_s)
+        self._connect = partial(keyed_link, url, timeout_s)
+        self._link = self._connect()
         self._token = secrets.token_bytes(16)
         self._ms = max(1, round(lease_s * 1000))
 
     def take(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of the key digests are ours to compute now."""
-        commands = [("SET", LEASE_PREFIX + key, self._token, "NX", "PX", self._ms) for key in keys]
-        try:
-            replies = self._link.pipeline(commands) if commands else []
-        except (RedisError, OSError) as error:
-            logger.debug("leases are not to be had error=%s", error)
-            return [True] * len(keys)
+        names = [_name(key) for key in keys]
+        replies = self._link.pipeline(
+            [(name, ("SET", name, self._token, "NX", "PX", self._ms)) for name in names]
+        )
         # None says that somebody else holds it; a refusal, that nobody can.
         return [reply is not None for reply in replies]
 
@@ -88,27 +94,21 @@ class RedisLeases:
             self._each(self._link, _RELEASE, keys)
 
     def close(self) -> None:
-        """Close the connection; leases that are still held end by themselves."""
+        """Close the connections; leases that are still held end by themselves."""
         self._link.close()
 
     def _renew(self, keys: Sequence[bytes], ended: threading.Event) -> None:
-        link = RedisLink(self._url, self._timeout_s)
+        link = self._connect()
         try:
             while not ended.wait(self.lease_s / 3):
                 self._each(link, _RENEW, keys, self._ms)
         finally:
             link.close()
 
-    def _each(self, link: RedisLink, script: str, keys: Sequence[bytes], *more: int) -> None:
-        commands: list[Command] = [
-            ("EVAL", script, 1, LEASE_PREFIX + key, self._token, *more) for key in keys
-        ]
-        try:
-            if commands:
-                link.pipeline(commands)
-        except (RedisError, OSError) as error:
-            # They end by themselves; at worst others wait for that long.
-            logger.debug("leases were left to end error=%s", error)
+    def _each(self, link: KeyedLink, script: str, keys: Sequence[bytes], *more: int) -> None:
+        # What is not reached ends by itself; at worst others wait for that long.
+        names = [_name(key) for key in keys]
+        link.pipeline([(name, ("EVAL", script, 1, name, self._token, *more)) for name in names])
 
 
 class SingleFlight:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagleray.actors.cache.value_store import ValueStore
+from eagleray.platform.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class LevelStats:
     """What a level did since the start: values and bytes it gave, and the time of its look-ups.
 
     `evictions` are the segments that this process removed; `dropped` values found no place in the
-    queue to a slow level.
+    queue to a slow level; `late` look-ups were not waited for.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LevelStats:
     lookup_s: float = 0.0
     evictions: int = 0
     dropped: int = 0
+    late: int = 0
 
 
 class Level:
@@ -51,7 +53,7 @@ class Level:
     Args:
         name: In metrics: l1, l2, l3.
         store: Where values are looked up, and stored if there is no `behind`.
-        behind: A second store on the same values, for a thread that stores.
+        behind: Opens a second store on the same values, in a thread that stores.
         clock: Seconds that only grow.
     """
 
@@ -59,7 +61,7 @@ class Level:
         self,
         name: str,
         store: ValueStore,
-        behind: ValueStore | None = None,
+        behind: Callable[[], ValueStore] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.store, self._clock = store, clock
@@ -92,7 +94,8 @@ class Level:
         counts = [getattr(store, "counts", None) for store in stores]
         evicted = sum(getattr(count, "evicted", 0) for count in counts)
         dropped = self._behind.dropped if self._behind else 0
-        return replace(self._stats, evictions=evicted, dropped=dropped)
+        late = getattr(self.store, "late", 0)
+        return replace(self._stats, evictions=evicted, dropped=dropped, late=late)
 
     def close(self) -> None:
         """Store what waits, for a while, and let go."""
@@ -145,10 +148,12 @@ class LeveledStore:
 
 
 class _WriteBehind:
-    """Stores by a thread, in order, from a bounded queue."""
+    """Opens a store and stores in it by a thread, in order, from a bounded queue."""
 
-    def __init__(self, store: ValueStore, name: str) -> None:
-        self.store, self.dropped = store, 0
+    def __init__(self, open_store: Callable[[], ValueStore], name: str) -> None:
+        self._open_store = open_store
+        self.store: ValueStore | None = None
+        self.dropped = 0
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting_bytes = 0
@@ -175,14 +180,19 @@ class _WriteBehind:
         if self._thread.is_alive():
             # A disk that hangs: the thread is left to end with the process.
             logger.warning("values were not written in time thread=%s", self._thread.name)
-        else:
-            self.store.close()
 
     def _write(self) -> None:
+        try:
+            self.store = self._open_store()
+        except (StorageError, OSError) as error:
+            logger.warning("values are not written thread=%s reason=%s", self._thread.name, error)
         while (item := self._queue.get()) is not None:
             try:
-                self.store.put_many([item])
+                if self.store:
+                    self.store.put_many([item])
             except Exception:  # The thread must live: a level that fails costs speed alone.
                 logger.exception("a value was not stored thread=%s", self._thread.name)
             with self._lock:
                 self._waiting_bytes -= len(item[1])
+        if self.store:
+            self.store.close()

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from eagleray.actors.cache.policies import EvictionPolicy
+from eagleray.actors.cache.policies import EvictionPolicy, Scheduled
+from eagleray.actors.cache.touches import Schedule
 
 
 class MemoryStore:
@@ -42,6 +43,11 @@ class MemoryStore:
                 del self._payloads[victim]
             stored += key in self._payloads
         return stored
+
+    def expect(self, schedule: Schedule) -> None:
+        """Note what will be looked up, if the policy goes by it."""
+        if isinstance(self._policy, Scheduled):
+            self._policy.follow(schedule.now, schedule.by_step())
 
     @property
     def total_bytes(self) -> int:

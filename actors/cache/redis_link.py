@@ -12,6 +12,8 @@ from redis.connection import Connection, parse_url
 from redis.exceptions import ResponseError
 
 Command = Sequence[bytes | str | int]
+_BUFFERED_BYTES = 16_384
+"""So much a connection on which nothing is under way takes at once, whatever its server does."""
 
 
 class RedisLink:
@@ -36,6 +38,7 @@ class RedisLink:
             "driver_info": None,
         }
         self._connection: Any = kind(**settings)
+        self.timeout_s = timeout_s
 
     def call(self, *command: bytes | str | int) -> Any:
         """The reply to one command.
@@ -67,12 +70,32 @@ class RedisLink:
             OSError: The connection failed.
         """
         try:
-            self._connection.connect()
+            self.open()
             packed = self._connection.pack_commands(commands)
             self._connection.send_packed_command(packed, check_health=False)
         except BaseException:  # Also at Ctrl-C: a reply under way would go to the next call.
             self.close()
             raise
+
+    def begin(self, commands: Sequence[Command]) -> tuple[int, memoryview]:
+        """As `send`, over an open connection and without a wait.
+
+        Returns:
+            A descriptor to wait on, and what the connection did not take: for `send_some`.
+        """
+        packed: list[bytes] = self._connection.pack_commands(commands)
+        unsent = memoryview(b"")
+        if sum(map(len, packed)) <= _BUFFERED_BYTES:
+            self._connection.send_packed_command(packed, check_health=False)
+        else:
+            unsent = memoryview(b"".join(packed))
+        descriptor: int = self._connection._sock.fileno()
+        return descriptor, unsent
+
+    def send_some(self, data: memoryview) -> memoryview:
+        """Send what the connection takes now that it has room; what is left."""
+        sent: int = self._connection._sock.send(data)
+        return data[sent:]
 
     def receive(self, count: int) -> list[Any]:
         """The replies to the commands that were sent; a refusal stands in its place.
@@ -86,6 +109,20 @@ class RedisLink:
         except BaseException:  # As in `send`: also at Ctrl-C.
             self.close()
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection._sock is not None
+
+    def open(self) -> None:
+        """Connect, unless there is a connection.
+
+        Raises:
+            RedisError: The server refused it, or did not answer in time.
+            OSError: The connection failed.
+        """
+        self._connection.connect()
 
     def close(self) -> None:
         """Close the connection; the next call opens a new one."""

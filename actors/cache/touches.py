@@ -3,7 +3,7 @@
 Losing some is harmless: the order of eviction becomes a little worse.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +29,33 @@ class TouchBatch:
         return [(self.keys[i : i + KEY_BYTES], n) for i, n in zip(starts, self.sizes, strict=True)]
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """What a reader at step `now` will look up: `counts` of the key digests in `keys` per step.
+
+    It repeats nothing of what it said before, unless it begins anew at another step.
+    """
+
+    now: int
+    steps: tuple[int, ...]
+    counts: tuple[int, ...]
+    keys: bytes
+
+    def by_step(self) -> Iterator[tuple[int, list[bytes]]]:
+        """(step, key digests)."""
+        start = 0
+        for step, count in zip(self.steps, self.counts, strict=True):
+            end = start + count * KEY_BYTES
+            yield step, [self.keys[i : i + KEY_BYTES] for i in range(start, end, KEY_BYTES)]
+            start = end
+
+
 class TouchSink(Protocol):
     """Takes batches. Returns at once and does not raise; it may drop what it cannot take."""
+
+    def expect(self, schedule: Schedule) -> None:
+        """Note what will be referenced."""
+        ...
 
     def touch(self, batch: TouchBatch) -> None:
         """Note the references of a batch."""

@@ -7,7 +7,8 @@ from eagleray.actors.data.dataset import Damage, Dataset
 from eagleray.actors.data.order import batch_ids, slice_for_rank
 
 if TYPE_CHECKING:
-    from eagleray.actors.data.build import BuildProgress, build_dataset, last_digest
+    from eagleray.actors.data.build import build_dataset, last_digest
+    from eagleray.actors.data.recipe import BuildProgress
     from eagleray.actors.data.stream import BatchStream
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "BatchStream": "stream", "BuildProgress": "build", "build_dataset": "build",
+    "BatchStream": "stream", "BuildProgress": "recipe", "build_dataset": "build",
     "last_digest": "build",
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from eagleray.actors.cache import TouchSink, open_cache
 from eagleray.actors.cache.evictor_actor import EvictorClient
 from eagleray.actors.cache.levels import LevelStats
+from eagleray.actors.data.activity import longest
 from eagleray.actors.data.batch import Batch, LoaderStats
 from eagleray.actors.data.dataset import Dataset, Split
 from eagleray.actors.data.loader import Loader
@@ -28,6 +29,7 @@ from eagleray.platform.storage import Storage
 from eagleray.platform.telemetry import (
     CACHE_LEVEL_CALLS,
     CACHE_LEVEL_EVICTIONS,
+    CACHE_LEVEL_LATE,
     CACHE_LEVEL_LOOKUPS,
     CACHE_LEVEL_READ,
     CACHE_LEVEL_SPENT,
@@ -58,7 +60,8 @@ class LoaderSpec:
     order_seed: int
     batch_size: int
     split: Split = "train"
-    prefetch_batches: int = 4
+    prefetch_batches: int | None = None
+    fetchers: int | None = None
     mixture: Mixture | None = None
     cache: FeatureCacheConfig | None = None
     redis_url: str | None = field(default=None, repr=False)
@@ -66,10 +69,16 @@ class LoaderSpec:
 
 
 class LoaderServer:
-    """What runs in the actor: a loader, and the cutting of batches for ranks."""
+    """What runs in the actor: a loader, and the cutting of batches for ranks.
 
-    def __init__(self, spec: LoaderSpec) -> None:
-        self._spec = spec
+    Args:
+        spec: What it reads.
+        rank: With `world_size`, the only rank that it reads for.
+        world_size: 1: it reads for all.
+    """
+
+    def __init__(self, spec: LoaderSpec, rank: int = 0, world_size: int = 1) -> None:
+        self._spec, self._rank, self._world_size = spec, rank, world_size
         self._meter = TotalsMeter(RaySink())
 
     @cached_property
@@ -89,11 +98,16 @@ class LoaderServer:
             cache,
             spec.prefetch_batches,
             spec.mixture,
+            self._rank,
+            self._world_size,
+            fetchers=spec.fetchers,
         )
 
     def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None = None) -> Batch:
         """One rank's part of a step's batch; the whole is read once for all ranks."""
-        batch = self._loader.batch(step, mixture).slice_for_rank(rank, world_size)
+        batch = self._loader.batch(step, mixture)
+        if self._world_size == 1:
+            batch = batch.slice_for_rank(rank, world_size)
         self._measure(self._loader.stats())
         self._measure_levels(self._loader.level_stats())
         return batch
@@ -101,6 +115,11 @@ class LoaderServer:
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
         """One rank's part of a batch of held-out samples."""
         return self._loader.eval_batch(index).slice_for_rank(rank, world_size)
+
+    @ray.method(concurrency_group="status")
+    def doing(self) -> tuple[str, float] | None:
+        """What has been read for longest at this moment, and for how many seconds."""
+        return longest()
 
     def stats(self) -> LoaderStats:
         """Figures since this process started."""
@@ -129,6 +148,7 @@ class LoaderServer:
             meter.reach(CACHE_LEVEL_SPENT, level.lookup_s, level=level.name)
             meter.reach(CACHE_LEVEL_CALLS, level.lookups, level=level.name)
             meter.reach(CACHE_LEVEL_EVICTIONS, level.evictions, level=level.name)
+            meter.reach(CACHE_LEVEL_LATE, level.late, level=level.name)
 
 
 def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | None = None) -> Any:
@@ -148,7 +168,10 @@ def create_loader(spec: LoaderSpec, *, name: str | None = None, node_id: str | N
     }
     if node_id is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    return ray.remote(LoaderServer).options(**options).remote(spec)
+    # `status` answers while a read hangs.
+    remote: Any = ray.remote
+    actor = remote(concurrency_groups={"status": 1})(LoaderServer)
+    return actor.options(**options).remote(spec)
 
 
 def _sink(evictor: str | None) -> TouchSink | None:

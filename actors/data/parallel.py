@@ -5,15 +5,12 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.data
 
-from eagleray.actors.data.tokenizer import TextTokenizer
-from eagleray.actors.data.units import TOKENIZER, Encoder, Unit
+from eagleray.actors.data.units import Encoder, Unit
 from eagleray.platform.errors import EagleRayError, ServiceError
 
 
@@ -21,7 +18,7 @@ def encode_all(encoder: Encoder, units: Sequence[Unit]) -> Iterator[int]:
     """Encode units on the cluster that Ray is connected to; gives each index when it is finished.
 
     Args:
-        encoder: Its folder holds the tokenizer.
+        encoder: What they need lies in it, or in its folder.
         units: What is not there yet.
 
     Raises:
@@ -56,19 +53,13 @@ def _encode(row: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
     try:
         # Ray repeats what a process did that died afterwards.
         if encoder.found(unit) is None:
-            encoder.encode(unit, _tokenizer(encoder.folder))
+            encoder.encode(unit)
     except EagleRayError as problem:
         # As a value: an exception would be wrapped, and tried again elsewhere.
         error = problem
     except OSError as problem:
         error = OSError(problem.errno, problem.strerror)
     return {"index": unit.index, "error": error}
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(folder: Path) -> TextTokenizer:
-    """Kept by a process from unit to unit, with the pieces that it has met."""
-    return TextTokenizer((folder / TOKENIZER).read_bytes())
 
 
 @contextmanager

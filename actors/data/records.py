@@ -8,6 +8,7 @@ Parquet by one batch of rows.
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -35,7 +36,10 @@ Kind = Literal["jsonl", "text", "csv", "parquet"]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file to read; `name` is the same wherever the data lies."""
+    """One file to read; `name` is the same wherever the data lies.
+
+    `columns` are what is read instead of text, beside what `where` needs; none: all there are.
+    """
 
     name: str
     path: Path
@@ -43,17 +47,27 @@ class SourceFile:
     text_field: str = "text"
     where: dict[str, Condition] = field(default_factory=dict)
     domain: str = "main"
+    columns: tuple[str, ...] | None = None
+
+    @property
+    def fields(self) -> list[str]:
+        """What each record must have; empty: whatever it has is wanted."""
+        if self.columns == ():
+            return []
+        return list(dict.fromkeys([*(self.columns or [self.text_field]), *self.where]))
 
     def fits(self, fields: dict[str, Any]) -> bool:
         """Whether a record is wanted."""
-        return all(_fits(fields.get(name), rule) for name, rule in self.where.items())
+        where = self.where
+        return not where or all(_fits(fields.get(name), rule) for name, rule in where.items())
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that cannot be used, and why."""
+    """A record that cannot be used, why, and what would help besides correcting it."""
 
     reason: str
+    fix: str = ""
 
 
 Records = Iterator[tuple[int, dict[str, Any] | Bad]]
@@ -101,7 +115,7 @@ def read_parquet(file: SourceFile, groups: range | None = None) -> Iterator[tupl
         groups = range(len(sizes)) if groups is None else groups
         before, here = sum(sizes[: groups.start]), sum(sizes[groups.start : groups.stop])
         done = 0
-        columns = list(dict.fromkeys([file.text_field, *file.where]))
+        columns = file.fields or None
         for batch in table.iter_batches(_PARQUET_ROWS, row_groups=list(groups), columns=columns):
             values = batch.to_pydict()
             rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values())]  # noqa: B905 - columns are equally long
@@ -254,7 +268,7 @@ def _rows(file: SourceFile, content: BinaryIO) -> Records:
 def _row(header: list[str], cells: list[str]) -> dict[str, Any] | Bad:
     if len(cells) != len(header):
         return Bad(f"has {len(cells)} cells, the header {len(header)}")
-    for cell in cells:
+    for cell in () if "".join(cells).isascii() else cells:
         try:
             cell.encode()
         except UnicodeEncodeError as error:
@@ -263,11 +277,18 @@ def _row(header: list[str], cells: list[str]) -> dict[str, Any] | Bad:
 
 
 def _check_columns(file: SourceFile, columns: list[str]) -> None:
-    for name in (file.text_field, *file.where):
+    setting = "text_field" if file.columns is None else "data.features"
+    for name in (*file.fields, *file.where):
         if name not in columns:
             raise DataError(
                 f"{file.path} has no column {name!r} (it has {', '.join(map(repr, columns))})",
-                "set text_field and `where` of its source to columns that it has",
+                f"set {setting} and `where` of its source to columns that it has",
+            )
+    wanted = set(file.fields or columns)
+    for name, count in Counter(columns).items():
+        if count > 1 and name in wanted:
+            raise DataError(
+                f"{file.path} has {count} columns {name!r}", "give each column a name of its own"
             )
 
 

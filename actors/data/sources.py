@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 from eagleray.actors.data.records import (
     PACKED,
@@ -45,6 +45,7 @@ _BUFFER_BYTES = 1 << 20
 NUM_EXAMPLES = 5
 
 BadRecord = Literal["fail", "skip"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def find_files(sources: Sequence[SourceConfig], resolve: Callable[[str], Path]) 
         if identity in seen:
             raise DataError(
                 f"data.sources names {file.path} twice with the same filter: "
-                "its text would count double",
+                "what it holds would count double",
                 "narrow one of the two paths",
             )
         seen.add(identity)
@@ -203,7 +204,7 @@ class _Cut:
 
 
 class PartReader:
-    """Reads the documents of one file, or of a part of it.
+    """Reads the records of one file, or of a part of it.
 
     Args:
         file: What to read.
@@ -218,9 +219,16 @@ class PartReader:
         self.tally = Tally()
 
     def texts(self, part: Part | None = None) -> Iterator[str]:
-        """Each text that is wanted and not blank; `tally` counts them, whole at the end.
+        """Each text that is wanted and not blank; as `values` otherwise."""
+        return self.values(lambda record: _text(record, self._file.text_field), part)
+
+    def values(
+        self, take: Callable[[dict[str, Any]], T | Bad | None], part: Part | None = None
+    ) -> Iterator[T]:
+        """What `take` makes of each record that is wanted; `tally` counts them, whole at the end.
 
         Args:
+            take: Gives a record's value, why it has none, or None for one that is empty.
             part: What of the file; None: all of it.
 
         Raises:
@@ -230,7 +238,7 @@ class PartReader:
         file, tally = self._file, self.tally
         with _named_failure(file.path):
             if file.kind == "parquet":
-                yield from self._from_parquet(part)
+                yield from self._from_parquet(take, part)
                 return
             with file.path.open("rb", buffering=0) as raw:
                 if part is not None:
@@ -238,13 +246,16 @@ class PartReader:
                 hashed = _Hashed(raw, self._advance, part.num_bytes if part else None)
                 stream = cast(BinaryIO, BufferedReader(hashed, _BUFFER_BYTES))
                 content = unpacked(file.path, stream)
-                yield from self._wanted(read_records(file, content, part.first_line if part else 0))
+                records = read_records(file, content, part.first_line if part else 0)
+                yield from self._wanted(records, take)
                 # What a reader left behind belongs to the digest too.
                 while stream.read(_BUFFER_BYTES):
                     pass
                 tally.sha256, tally.bytes = hashed.digest.hexdigest(), hashed.num_bytes
 
-    def _from_parquet(self, part: Part | None) -> Iterator[str]:
+    def _from_parquet(
+        self, take: Callable[[dict[str, Any]], T | Bad | None], part: Part | None
+    ) -> Iterator[T]:
         size = part.num_bytes if part else self._file.path.stat().st_size
         told = 0
         for share, records in read_parquet(
@@ -252,37 +263,41 @@ class PartReader:
         ):
             self._advance(int(share * size) - told)
             told = int(share * size)
-            yield from self._wanted(records)
+            yield from self._wanted(records, take)
         self._advance(size - told)
         self.tally.bytes = size
         if part is None:
             self.tally.sha256 = digest_file(self._file.path)
 
-    def _wanted(self, records: Records) -> Iterator[str]:
-        """The texts of the records that are neither filtered out, nor blank, nor skipped."""
+    def _wanted(
+        self, records: Records, take: Callable[[dict[str, Any]], T | Bad | None]
+    ) -> Iterator[T]:
+        """The values of the records that are neither filtered out, nor empty, nor skipped."""
         file, tally = self._file, self.tally
         for place, record in records:
             if not isinstance(record, Bad) and not file.fits(record):
                 tally.filtered += 1
                 continue
-            text = record if isinstance(record, Bad) else field_text(record, file.text_field)
-            if isinstance(text, Bad):
-                self._refuse(place, text.reason)
-            elif not text.strip():
+            value = record if isinstance(record, Bad) else take(record)
+            if isinstance(value, Bad):
+                self._refuse(place, value)
+            elif value is None:
                 tally.empty += 1
             else:
                 tally.documents += 1
-                yield text
+                yield value
 
-    def _refuse(self, place: int, reason: str) -> None:
+    def _refuse(self, place: int, bad: Bad) -> None:
         if self._on_bad_record == "fail":
+            ways = f"{bad.fix}, or" if bad.fix else "or"
             raise DataError(
-                f"{self._file.path}:{place} {reason}",
-                "correct that record, or set data.on_bad_record=skip to leave such records out",
+                f"{self._file.path}:{place} {bad.reason}",
+                f"correct that record, {ways} set data.on_bad_record=skip to leave such records "
+                "out",
             )
         self.tally.skipped += 1
         if len(self.tally.examples) < NUM_EXAMPLES:
-            self.tally.examples.append(f"{self._file.name}:{place}: {reason}")
+            self.tally.examples.append(f"{self._file.name}:{place}: {bad.reason}")
 
 
 class DocumentReader:
@@ -313,6 +328,12 @@ class DocumentReader:
 
     def _advance(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
+
+
+def _text(record: dict[str, Any], name: str) -> str | Bad | None:
+    """A record's text; None if it is blank."""
+    text = field_text(record, name)
+    return text if isinstance(text, Bad) or text.strip() else None
 
 
 def described(where: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,10 @@ class BatchStream:
         seed: Of the sample order.
         mixture: Of the domains; None: in the ratio of their sizes.
         cache: Looked up before the shards are read; owned by the stream from now on.
-        prefetch_batches: Steps read ahead; 0: none, and no thread.
+        prefetch_batches: Steps read ahead; 0: none; None: as many as pays, perhaps none.
+        fetchers: Threads that read ahead; None: as many as pays.
+        timeout_s: How long the next batch may take; None: without end, as a read that hangs can
+            only be left alone if another thread made it.
 
     Raises:
         ValueError: The batch does not divide by the ranks, or there is no such rank.
@@ -59,7 +62,9 @@ class BatchStream:
         seed: int = 0,
         mixture: Mixture | None = None,
         cache: FeatureCache | None = None,
-        prefetch_batches: int = 4,
+        prefetch_batches: int | None = None,
+        fetchers: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._mixture = mixture or stratified(dataset.sizes(split))
         self._loader = Loader(
@@ -72,6 +77,8 @@ class BatchStream:
             self._mixture,
             rank,
             world_size,
+            fetchers=fetchers,
+            timeout_s=timeout_s,
         )
         self._epoch_samples = dataset.num_samples(split)
         self._step = 0
@@ -87,7 +94,13 @@ class BatchStream:
         return self._step * self._loader.batch_size // self._epoch_samples
 
     def __iter__(self) -> Iterator[Batch]:
-        """This rank's batches from here to the end of the epoch."""
+        """This rank's batches from here to the end of the epoch.
+
+        Raises:
+            IntegrityError: A block of a shard is damaged; names shard and block.
+            DeadlineExceededError: A batch did not come within `timeout_s`; names the shard. The
+                next call asks for the same batch again.
+        """
         epoch = self.epoch
         while self.epoch == epoch:
             batch = self._loader.batch(self._step)

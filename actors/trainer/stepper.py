@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eagleray.actors.trainer.device_feed import DeviceFeed
 from eagleray.actors.trainer.reducer import GradientReducer
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.platform.config import AdamWConfig, TrainConfig
@@ -65,6 +66,7 @@ class Stepper:
         self.optimizer = make_optimizer(model, config.optimizer)
         self._reducer = GradientReducer(model.parameters(), world_size)
         self._device = torch.device(config.device)
+        self._feed = DeviceFeed(self._device)
         self._clock = clock
 
     def step(self, step: int, tokens_BT1: np.ndarray, *, wants_losses: bool = False) -> StepResult:
@@ -79,8 +81,7 @@ class Stepper:
             NonFiniteLossError: The loss or gradient norm is not a finite number.
         """
         started = self._clock()
-        # A copy: what a loader hands out may be a read-only view.
-        tokens = torch.from_numpy(tokens_BT1.astype(np.int64)).to(self._device)
+        tokens = self._feed.put(tokens_BT1)
         chunks = torch.split(tokens, self.config.micro_batch_size)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, losses = 0.0, []
@@ -113,7 +114,7 @@ class Stepper:
     def evaluate(self, tokens_BT1: np.ndarray) -> tuple[float, int]:
         """Sum of the loss in nats over held-out tokens, and their number."""
         total = 0.0
-        tokens = torch.from_numpy(tokens_BT1.astype(np.int64)).to(self._device)
+        tokens = self._feed.put(tokens_BT1)
         for chunk in torch.split(tokens, self.config.micro_batch_size):
             total += self._losses(chunk).sum().item() * (chunk.shape[1] - 1)
         return total, tokens.shape[0] * (tokens.shape[1] - 1)

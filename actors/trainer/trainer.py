@@ -166,14 +166,15 @@ class Training:
             with contextlib.suppress(EagleRayError):
                 what = "the writing of checkpoints"
                 call(actors.store.flush, 0, timeout_s=_END_S, what=what)
-        if self._config.data.cache.has_segments and actors.loaders:
-            closing = [loader.close.remote() for loader in actors.loaders.values()]
+        loaders = [loader for loaders in actors.loaders.values() for loader in loaders]
+        if self._config.data.cache.has_segments and loaders:
+            closing = [loader.close.remote() for loader in loaders]
             # One that is killed instead leaves its segments to be removed by the next.
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for actor in (
             actors.recorder,
             actors.store,
-            *actors.loaders.values(),
+            *loaders,
             *([actors.evictor] if actors.evictor else []),
         ):
             ray.kill(actor)
@@ -254,17 +255,19 @@ def _create_actors(
         config.train.batch_size,
         mixture=mixture_for(config.data, dataset, config.train.batch_size, config.train.steps),
         prefetch_batches=config.data.prefetch_batches,
+        fetchers=config.data.fetchers,
         cache=cache,
         redis_url=redis_url,
         evictor=evictor,
     )
-    nodes = [node["NodeID"] for node in _nodes()]
+    nodes, count = [node["NodeID"] for node in _nodes()], config.data.loaders
     return RunActors(
         create_recorder(storage, run_id),
         create_store(storage, run_id, config.train.checkpoint),
-        {node: create_loader(spec, node_id=node) for node in nodes},
+        {node: [create_loader(spec, node_id=node) for _ in range(count)] for node in nodes},
         create_evictor(cache, redis_url, name=evictor) if cache and redis_url else None,
         run_id,
+        None if count else spec,
     )
 
 

@@ -18,6 +18,8 @@ from eagleray.platform.errors import AuthenticationError, ServiceError, UsageErr
 # Generated code, without types.
 _Request, _Reply = gcs.InternalKVGetRequest, gcs.InternalKVGetReply  # type: ignore[attr-defined]
 _KV_GET = "/ray.rpc.InternalKVGcsService/InternalKVGet"
+_Nodes, _NodesReply = gcs.GetAllNodeInfoRequest, gcs.GetAllNodeInfoReply  # type: ignore[attr-defined]
+_GET_NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,29 @@ def look(address: str, token: str | None, timeout_s: float) -> Sight:
             f"nothing listens at {address}, where a Ray cluster should be",
             "start it, or correct cluster.address; `eagleray up` starts one on this machine",
         )
-    # No proxy from the environment: it must not see the token.
-    options = [("grpc.enable_http_proxy", 0)]
-    with grpc.insecure_channel(f"{host}:{port}", options) as channel:
+    with _channel(host, port) as channel:
         metadata = json.loads(
             _value(channel, address, b"CLUSTER_METADATA", b"cluster", token, timeout_s) or "{}"
         )
         url = _value(channel, address, b"webui:url", b"dashboard", token, timeout_s)
     versions = Versions(metadata.get("ray_version", ""), metadata.get("python_version", ""), "")
     return Sight(versions, f"http://{url.decode()}" if url else None)
+
+
+def has_node(address: str, token: str, timeout_s: float) -> bool:
+    """Whether a cluster answers and has a node that is alive."""
+    host, port = split_address(address)
+    with _channel(host, port) as channel:
+        ask = channel.unary_unary(
+            _GET_NODES,
+            request_serializer=_Nodes.SerializeToString,
+            response_deserializer=_NodesReply.FromString,
+        )
+        try:
+            reply = ask(_Nodes(), timeout=timeout_s, metadata=_metadata(token))
+        except grpc.RpcError:
+            return False
+    return any(node.state == node.ALIVE for node in reply.node_info_list)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -73,6 +89,15 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _channel(host: str, port: int) -> Any:
+    # No proxy from the environment: it must not see the token.
+    return grpc.insecure_channel(f"{host}:{port}", [("grpc.enable_http_proxy", 0)])
+
+
+def _metadata(token: str | None) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")] if token else []
+
+
 def _value(
     channel: Any, address: str, key: bytes, namespace: bytes, token: str | None, timeout_s: float
 ) -> bytes:
@@ -82,9 +107,8 @@ def _value(
         response_deserializer=_Reply.FromString,
     )
     request = _Request(key=key, namespace=namespace)
-    metadata = [("authorization", f"Bearer {token}")] if token else []
     try:
-        value: bytes = ask(request, timeout=timeout_s, metadata=metadata).value
+        value: bytes = ask(request, timeout=timeout_s, metadata=_metadata(token)).value
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise AuthenticationError(

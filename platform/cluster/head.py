@@ -18,6 +18,7 @@ from typing import IO
 
 from eagleray.platform.cluster import guard
 from eagleray.platform.cluster.dashboard import Dashboard
+from eagleray.platform.cluster.gcs import has_node
 from eagleray.platform.cluster.options import HeadOptions, start_command, start_environment
 from eagleray.platform.cluster.ports import HOST
 from eagleray.platform.cluster.tokens import read_token
@@ -54,6 +55,7 @@ class Head:
         self.address = f"{HOST}:{options.gcs_port}"
         self.dashboard_url = f"http://{HOST}:{options.dashboard_port}"
         self.metrics_port = options.metrics_port
+        self._has_dashboard = options.has_dashboard
 
     @classmethod
     def start(cls, options: HeadOptions, folder: Path, token_file: Path) -> "Head":
@@ -95,16 +97,20 @@ class Head:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Return when the node is registered and the State API answers.
+        """Return when the node is registered and the dashboard, if there is one, knows of it.
 
         Raises:
             ServiceError: The head ended; the message holds the end of what it said.
             DeadlineExceededError: It was not ready in time.
         """
-        deadline = clock() + timeout_s
-        dashboard = Dashboard(self.dashboard_url, read_token(self.token_file), timeout_s=5.0)
+        deadline, token = clock() + timeout_s, read_token(self.token_file)
+        dashboard = Dashboard(self.dashboard_url, token, timeout_s=5.0)
         try:
-            while not _has_node(dashboard):
+            while not (
+                _has_node(dashboard)
+                if self._has_dashboard
+                else has_node(self.address, token, timeout_s=5.0)
+            ):
                 if self._process.poll() is not None:
                     raise ServiceError(
                         f"the Ray head ended while it started:\n{self._said()}",

@@ -57,6 +57,7 @@ class HeadOptions:
     monitor_metrics_port: int
     is_lasting: bool
     """False for a cluster that lives for one command: it does without the autoscaler's monitor."""
+    has_dashboard: bool = True
     shows_logs: bool = True
     """Whether drivers can be shown what workers print; that takes one more process."""
 
@@ -95,7 +96,7 @@ def start_command(options: HeadOptions, folder: Path) -> list[str]:
         f"--temp-dir={folder / 'r'}",
         f"--node-ip-address={HOST}",
         f"--port={options.gcs_port}",
-        "--include-dashboard=true",
+        f"--include-dashboard={str(options.has_dashboard).lower()}",
         f"--dashboard-host={HOST}",
         f"--dashboard-port={options.dashboard_port}",
         f"--metrics-export-port={options.metrics_port}",
@@ -170,5 +171,7 @@ def new_options(cluster: ClusterConfig, *, is_lasting: bool, shows_logs: bool) -
         dashboard_metrics_port=metrics[1],
         monitor_metrics_port=metrics[2],
         is_lasting=is_lasting,
+        # `eagleray up` is for jobs as well, and they go through it.
+        has_dashboard=is_lasting or bool(cluster.dashboard),
         shows_logs=shows_logs,
     )

@@ -14,6 +14,7 @@ from eagleray.platform.config.data import (
     SourceConfig,
     TokenizerFileConfig,
 )
+from eagleray.platform.config.features import MAX_FLOAT32, FeaturesConfig
 from eagleray.platform.config.load import (
     CONFIG_NAME,
     ConfigError,
@@ -48,6 +49,7 @@ from eagleray.platform.config.sections import (
 
 __all__ = [
     "CONFIG_NAME",
+    "MAX_FLOAT32",
     "AdamWConfig",
     "AshaConfig",
     "BanditMixtureConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "DoremiMixtureConfig",
     "EvalConfig",
     "FeatureCacheConfig",
+    "FeaturesConfig",
     "FixedMixtureConfig",
     "FloatSpace",
     "IntSpace",

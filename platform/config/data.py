@@ -1,15 +1,18 @@
-"""The section `data`: sources and their domains, tokenizer, samples, mixture, cache."""
+"""The section `data`: sources and their domains, tokenizer or features, mixture, cache."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from eagleray.platform.config.features import FeaturesConfig
 from eagleray.platform.config.values import ByteSize, Name, Seconds, Section, near
 
 MAX_DOMAINS = 64
 """So many domains can be mixed."""
 _LEAST_SEGMENTED_BYTES = 4_000_000
+_TEXT_FIELD = "text"
+_SEQ_LEN = 128
 
 
 class RangeCondition(Section):
@@ -52,7 +55,7 @@ class SourceConfig(Section):
     All but parquet may be packed (.gz, .zst)."""
     path: str
     """Relative to eagleray.yaml or absolute; `*` and `**` are globs."""
-    text_field: str = "text"
+    text_field: str = _TEXT_FIELD
     """The field or column that holds the text."""
     where: dict[str, Condition] = Field(default={})
     """Keep only records whose fields fit: `{party: [Whig], year: {min: 1834, max: 1860}}`."""
@@ -192,8 +195,9 @@ class FeatureCacheConfig(Section):
     """Byte budget on a local disk of each node; 0: none."""
     disk_path: str | None = None
     """Folder on that disk, absolute; needed if `disk_bytes` is above 0."""
-    policy: Literal["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict"] = "lru-k"
-    """What is evicted; no-evict keeps what came first, best where all is read once per epoch."""
+    policy: Literal["lru-k", "auto", "lru", "s3-fifo", "w-tinylfu", "no-evict"] = "lru-k"
+    """What is evicted; auto: what the loaders will ask for last, as their order is known, and
+    lru-k for the rest; no-evict keeps what came first."""
     history: int = Field(default=2, ge=1, le=8)
     """K of LRU-K: how many past references decide."""
     timeout_s: Seconds = 0.05
@@ -222,14 +226,16 @@ class FeatureCacheConfig(Section):
 
 
 class DataConfig(Section):
-    """Raw text to verified shards to batches."""
+    """Raw text, or records of numbers, to verified shards to batches."""
 
     sources: list[SourceConfig] = Field(default=[], max_length=1000)
+    features: FeaturesConfig | None = None
+    """Make rows of numbers of the records; null: their text becomes tokens."""
     tokenizer: Tokenizer = BpeConfig()
-    seq_len: int = Field(default=128, ge=8, le=1_048_576)
+    seq_len: int = Field(default=_SEQ_LEN, ge=8, le=1_048_576)
     """Tokens that a sample trains on; each sample holds one more, as the last target."""
     eval_fraction: float = Field(default=0.02, gt=0.0, lt=0.5)
-    """Share of the documents held out, chosen by content digest."""
+    """Share of the documents or rows held out, chosen by content digest."""
     shard_bytes: ByteSize = 64_000_000
     on_bad_record: Literal["fail", "skip"] = "fail"
     order_seed: int = Field(default=0, ge=0, lt=2**63)
@@ -238,13 +244,48 @@ class DataConfig(Section):
     on_exhausted: Literal["repeat", "fail"] = "repeat"
     """When a run needs more of a domain than there is: start it over in another order, or refuse
     the run before its first step."""
-    prefetch_batches: int = Field(default=4, ge=0, le=256)
+    loaders: int = Field(default=1, ge=0, le=16)
+    """Loader actors on each node, shared by its workers; 0: each worker reads for itself."""
+    prefetch_batches: int | None = Field(default=None, ge=0, le=256)
+    """Steps read ahead; null: tuned from how long reads and steps take."""
+    fetchers: int | None = Field(default=None, ge=1, le=64)
+    """Threads of a loader that read ahead; null: tuned."""
     cache: FeatureCacheConfig = FeatureCacheConfig()
 
     @property
     def domains(self) -> tuple[str, ...]:
         """Names of the domains, in the order of their first sources."""
         return tuple(dict.fromkeys(source.domain for source in self.sources))
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.features is None:
+            return self
+        for source in self.sources:
+            if source.kind == "text":
+                raise ValueError(
+                    f"features are columns of records, and source {source.path} has kind text: "
+                    "use jsonl, csv or parquet, or remove features"
+                )
+            if source.text_field != _TEXT_FIELD:
+                raise ValueError(
+                    f"text_field {source.text_field!r} of source {source.path} is for text: with "
+                    "features, name columns in features.columns"
+                )
+        for name, default in (("tokenizer", BpeConfig()), ("seq_len", _SEQ_LEN)):
+            value = getattr(self, name)
+            if value != default:
+                shown = value if isinstance(value, int) else f"of kind {value.kind}"
+                raise ValueError(
+                    f"{name} {shown} is for text, and features make numbers of the records: "
+                    "remove one of the two"
+                )
+        if isinstance(self.mixture, _OnlineMixtureConfig):
+            raise ValueError(
+                f"mixture of kind {self.mixture.kind} follows the losses of a language model: "
+                "with features, use stratified, fixed or phased"
+            )
+        return self
 
     @model_validator(mode="after")
     def _mixed(self) -> Self:

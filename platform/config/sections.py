@@ -56,6 +56,8 @@ class ClusterConfig(Section):
     num_gpus: int | None = Field(default=None, ge=0)
     object_store_bytes: ByteSize = 512_000_000
     """Shared memory of the object store on this machine."""
+    dashboard: bool | None = None
+    """Ray's dashboard, some ten processes; null: only in a cluster that lasts, which needs it."""
     start_timeout_s: Seconds = 90.0
     place_timeout_s: Seconds = 60.0
     """How long work may wait for resources before it gives up and says why."""
@@ -292,7 +294,7 @@ class ProjectConfig(Section):
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
-        if self.data.seq_len > self.model.max_seq_len:
+        if self.data.features is None and self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} must not exceed model.max_seq_len "
                 f"{self.model.max_seq_len}"

@@ -36,8 +36,8 @@ from eagleray.platform.runs import RunState, RunStatus, RunStore
 from eagleray.platform.storage import Storage
 
 if TYPE_CHECKING:
-    from eagleray.actors.data.build import BuildProgress
     from eagleray.actors.data.dataset import Dataset
+    from eagleray.actors.data.recipe import BuildProgress
     from eagleray.actors.trainer.progress import Progress
     from eagleray.tune.history import SweepHistory
     from eagleray.tune.sweep import SweepResult
@@ -140,11 +140,13 @@ class Project:
         """Build the data if need be, train, and register the model.
 
         Raises:
+            UsageError: The data are rows of numbers.
             RunFailedError: The run failed; it can be resumed.
             InfeasibleError: The cluster cannot hold the workers.
         """
         from eagleray.actors.data.mixing import mixture_for
 
+        self._check_is_text("train")
         dataset, train = self.build_data(on_data), self.config.train
         # What the mixture cannot give is refused before there is a run.
         mixture_for(self.config.data, dataset, train.batch_size, train.steps)
@@ -180,7 +182,8 @@ class Project:
         """Search `tune.space`; every trial is a run. `resume` is the id of an interrupted sweep.
 
         Raises:
-            UsageError: The space is empty, or there is nothing to resume.
+            UsageError: The space is empty, there is nothing to resume, or the data are rows of
+                numbers.
             InfeasibleError: The cluster cannot hold a trial.
             RunFailedError: No trial brought a value.
         """
@@ -189,6 +192,7 @@ class Project:
         from eagleray.tune.space import check_space
 
         project = self if resume is None else self._resumable(resume, "sweep")
+        project._check_is_text("tune")
         check_space(project.config)
         dataset = project.build_data(on_data) if resume is None else project._dataset_of(resume)
         sweep_id = resume or self.runs.create(
@@ -230,6 +234,15 @@ class Project:
     def state(self, run_id: str) -> RunState:
         """Where a run stands."""
         return self.runs.state(run_id)
+
+    def _check_is_text(self, verb: str) -> None:
+        if self.config.data.features is not None:
+            raise UsageError(
+                f"`eagleray {verb}` trains a language model on tokens, and data.features makes "
+                "rows of numbers",
+                "train a model of your own on them through eagleray.actors.data.BatchStream "
+                "(docs/data.md#numbers-instead-of-text), or remove data.features",
+            )
 
     def _resumable(self, run_id: str, kind: str) -> Project:
         state = self.runs.state(run_id)

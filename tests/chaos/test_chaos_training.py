@@ -3,14 +3,16 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from tools.redis_cluster import RedisCluster
 
+from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.trainer import FatalRunError
 from eagleray.platform.errors import InfeasibleError, RunFailedError
@@ -41,7 +43,22 @@ class KillOnce:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def all_of(kills: list[KillOnce]) -> Callable[[str, Progress], None]:
+class KillWhileMeeting:
+    """Ends a worker by SIGKILL before the workers of the first attempt have met."""
+
+    pid: int | None = None
+
+    def __call__(self, _: str, progress: Progress) -> None:
+        if self.pid is None and not progress.workers:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "_meet" in " ".join(process.cmdline()):
+                        process.kill()
+                        self.pid = process.pid
+                        return
+
+
+def all_of(kills: Sequence[Callable[[str, Progress], None]]) -> Callable[[str, Progress], None]:
     def follow(run_id: str, progress: Progress) -> None:
         for kill in kills:
             kill(run_id, progress)
@@ -99,10 +116,12 @@ def test_the_weights_of_the_domains_follow_the_losses(watched: Any) -> None:
 def test_killed_workers_cost_neither_bits_nor_samples(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
-    project = make_project()
+    # The first before the workers have met. Each worker reads for itself.
+    project = make_project("train.max_failures=3", "data.loaders=0")
+    first = KillWhileMeeting()
     kills = [KillOnce(24, worker(1)), KillOnce(74, worker(0), attempt=2)]
-    run = project.train(all_of(kills))
-    assert all(kill.pid is not None for kill in kills)
+    run = project.train(all_of([first, *kills]))
+    assert all(kill.pid is not None for kill in (first, *kills))
     assert run.attempts == 3
     assert_same(run, undisturbed)
     events = [event["event"] for event in project.runs.events(run.run_id)]
@@ -110,32 +129,12 @@ def test_killed_workers_cost_neither_bits_nor_samples(
     assert events.count("attempt") == 3
 
 
-def test_a_worker_killed_before_the_workers_have_met_is_replaced(
-    make_project: MakeProject, undisturbed: TrainedRun
-) -> None:
-    killed: list[int] = []
-
-    def kill_one_that_meets(_: str, progress: Progress) -> None:
-        if killed or progress.workers:
-            return
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "_meet" in " ".join(process.cmdline()):
-                    process.kill()
-                    killed.append(process.pid)
-                    return
-
-    run = make_project("train.max_failures=1").train(kill_one_that_meets)
-    assert len(killed) == 1
-    assert_same(run, undisturbed)
-
-
 def test_a_killed_store_and_a_killed_recorder_cost_neither_bits_nor_samples(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
     # Between snapshots far apart: what the store alone has heard of is lost with it.
     kills = [KillOnce(84, named_actor("checkpoint-store")), KillOnce(14, named_actor("recorder"))]
-    run = make_project("train.checkpoint.every_steps=60").train(all_of(kills))
+    run = make_project("train.checkpoint.every_steps=60", "data.loaders=2").train(all_of(kills))
     assert all(kill.pid is not None for kill in kills)
     assert_same(run, undisturbed)
 
@@ -144,8 +143,10 @@ def test_a_run_that_dies_too_often_fails_and_is_resumed_past_a_damaged_checkpoin
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
     project = make_project("train.max_failures=0")
+    kill = KillOnce(34, worker(1))
     with pytest.raises(RunFailedError, match="resume"):
-        project.train(KillOnce(34, worker(1)))
+        project.train(kill)
+    assert kill.pid is not None
     (state,) = project.runs.all()
     assert state.status is RunStatus.FAILED
     assert "rank" in state.message
@@ -157,6 +158,28 @@ def test_a_run_that_dies_too_often_fails_and_is_resumed_past_a_damaged_checkpoin
     events = [event["event"] for event in project.runs.events(state.run_id)]
     assert events.count("checkpoint_damaged") == 1
     assert project.runs.state(state.run_id).status is RunStatus.FINISHED
+
+
+def test_a_master_of_the_cache_cluster_killed_in_training_costs_neither_bits_nor_samples(
+    make_project: MakeProject, undisturbed: TrainedRun, fragile_redis_cluster: RedisCluster
+) -> None:
+    cluster = fragile_redis_cluster
+    project = make_project(f"redis.url={cluster.url}")
+    block = f"{project.build_data().digest}:train:0".encode()
+    # Of the three masters the one that keeps the first block, which every few batches need.
+    victim = cluster.owner(digest_key(block))
+    sizes: list[int] = []
+
+    def kill(_: str, progress: Progress) -> None:
+        if not sizes and any(row.step >= 40 for row in progress.rows):
+            sizes.append(cluster.ask(victim, "DBSIZE"))
+            cluster.processes[victim].kill()
+
+    run = project.train(kill)
+    assert sizes
+    assert sizes[0] > 0
+    assert run.attempts == 1
+    assert_same(run, undisturbed)
 
 
 def test_a_killed_controller_ends_the_run_and_gives_its_places_back(

@@ -17,6 +17,7 @@ from eagleray.actors.cache.policies import (
     WTinyLfu,
     make_policy,
 )
+from eagleray.actors.cache.policies.scheduled import MAX_EXPECTED
 
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 keys = st.integers(0, 30).map(lambda number: bytes([number]))
@@ -223,6 +224,41 @@ def test_a_schedule_that_comes_piece_by_piece_is_used_as_far_as_it_is_known() ->
             hits += sum(simulate(policy, [key], 40))
         found[ahead] = hits
     assert found[0] < found[50] < found[200] == belady(trace, 40)
+
+
+def test_a_use_that_never_came_is_over_when_its_position_is_passed() -> None:
+    policy = Scheduled(3)
+    policy.follow(0, [(0, [b"a", b"b", b"c"]), (5, [b"a"]), (9, [b"b"]), (20, [b"c"])])
+    for key in (b"a", b"b", b"c"):
+        policy.touch(key, 1)
+    assert policy.victim() == b"c"
+    # The reader died and another went on at step 10: nobody will come for a and b.
+    policy.follow(10, [(30, [b"d"])])
+    assert policy.victim() in (b"a", b"b")
+    policy.remove(b"a")
+    policy.remove(b"b")
+    assert policy.victim() == b"c"
+
+
+@given(trace=traces, room=st.integers(1, 15), size=st.integers(1, 7))
+def test_passing_what_was_touched_changes_nothing(trace: list[bytes], room: int, size: int) -> None:
+    policy, hits = Scheduled(room), []
+    policy.follow(0, [(position, [key]) for position, key in enumerate(trace)])
+    for start in range(0, len(trace), size):
+        policy.follow(start, [])
+        hits += simulate(policy, trace[start : start + size], room)
+    assert sum(hits) == belady(trace, room)
+
+
+def test_bookkeeping_of_a_schedule_is_bounded() -> None:
+    policy = Scheduled(10)
+    for step in range(0, 10_000, 10):
+        policy.follow(step, [(n, [b"%d" % (n % 50)]) for n in range(step, step + 10)])
+        simulate(policy, [b"%d" % (n % 50) for n in range(step, step + 10)], 10)
+    assert policy.num_expected == 0
+    assert len(policy._ahead) < 200
+    policy.follow(20_000, [(20_000, [b"x"] * (MAX_EXPECTED + 10))])
+    assert policy.num_expected == MAX_EXPECTED
 
 
 def test_a_scan_takes_little_from_those_that_are_used_again() -> None:

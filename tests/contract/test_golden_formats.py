@@ -36,6 +36,21 @@ def test_a_dataset_of_format_1_is_read(golden: Storage) -> None:
     assert tokens[0].tolist() == [int(t) for t in (GOLDEN / "first-sample.txt").read_text().split()]
 
 
+def test_a_dataset_of_features_of_format_3_is_read(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN.with_name("features-3"), tmp_path / "store")
+    storage = Storage(tmp_path / "store")
+    (digest,) = storage.names("datasets")
+    dataset = Dataset.open(storage, digest)
+    assert dataset.verify() == []
+    assert dataset.features is not None
+    assert dataset.features.names == ["gain", "gate", "pixels[0]", "pixels[1]"]
+    assert dataset.features.label is not None
+    assert dataset.features.label.categories == ("0", "5", "10", "15")
+    first, second = dataset.read("train", np.arange(2)).tolist()
+    assert second == [np.float32(1 / 7), 1, 1, 0.5, 1]
+    assert (np.isnan(first[0]), first[1:]) == (True, [0, 0, 0, 0])
+
+
 def test_a_record_of_format_1_is_read(golden: Storage) -> None:
     version = Registry(golden).resolve("golden@prod")
     tree = Ledger(golden).lineage(version.record)

@@ -75,3 +75,22 @@ def small_dataset(tmp_path: Path, storage: Storage) -> Dataset:
         }
     )
     return build_dataset(config, lambda path: tmp_path / path, storage)
+
+
+@pytest.fixture
+def small_rows(tmp_path: Path, storage: Storage) -> Dataset:
+    """A dataset of features in `storage`: 200 rows of 3 numbers and a class, in small.csv."""
+    draw = random.Random(1)
+    rows = [
+        f"{draw.gauss(0, 1)},{draw.randint(1, 12)},{draw.choice('xyz')},{draw.choice('ab')}\n"
+        for _ in range(200)
+    ]
+    (tmp_path / "small.csv").write_text("".join(["gain,month,gate,kind\n", *rows]))
+    config = DataConfig.model_validate(
+        {
+            "sources": [{"kind": "csv", "path": "small.csv"}],
+            "features": {"label": "kind", "categories": ["gate", "kind"]},
+            "eval_fraction": 0.2,
+        }
+    )
+    return build_dataset(config, lambda path: tmp_path / path, storage)

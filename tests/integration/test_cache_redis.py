@@ -3,20 +3,24 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from redis import Redis
 
-from eagleray.actors.cache import FeatureCache
+from eagleray.actors.cache import FeatureCache, TransformCache, open_cache
 from eagleray.actors.cache.evictor import Evictor, resident_in, unlink_in
 from eagleray.actors.cache.frame import digest_key
 from eagleray.actors.cache.framed_values import KEY_PREFIX
 from eagleray.actors.cache.policies import LruK
 from eagleray.actors.cache.redis_link import RedisLink
 from eagleray.actors.cache.redis_store import RedisStore
+from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.redis_server import RedisServer
 
 Until = Callable[..., None]
@@ -254,3 +258,24 @@ def test_a_new_evictor_learns_what_lies_in_redis(redis_server: RedisServer) -> N
     assert evictor.stats().bytes <= 1000
     assert link.call("GET", "another's key") == b"stays"
     link.close()
+
+
+def test_another_process_finds_the_transforms_of_equal_samples(redis_server: RedisServer) -> None:
+    cache = open_cache(FeatureCacheConfig(timeout_s=5), redis_server.url)
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    expected = TransformCache(cache, "halve", "1").map(rows, lambda row: row / 2)
+    program = (
+        "import sys, numpy as np\n"
+        "from eagleray.actors.cache import TransformCache, open_cache\n"
+        "from eagleray.platform.config import FeatureCacheConfig\n"
+        "cache = open_cache(FeatureCacheConfig(timeout_s=5), sys.argv[1])\n"
+        "rows = np.arange(15, dtype=np.float32).reshape(5, 3)\n"
+        "values = TransformCache(cache, 'halve', '1').map(rows, lambda row: row * 100)\n"
+        "print(cache.stats.hits, cache.stats.misses, [value.tolist() for value in values])\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, redis_server.url],
+        capture_output=True, text=True, check=True, timeout=50,
+    )  # fmt: skip
+    last = [1200.0, 1300.0, 1400.0]
+    assert ran.stdout == f"4 1 {[*(value.tolist() for value in expected), last]}\n"

@@ -100,7 +100,7 @@ def test_a_session_ends_its_cluster_and_restores_the_process(
     assert driver.returncode == 0, complaints
     told, changed = (json.loads(line) for line in said.splitlines())
     assert told["private"]
-    assert told["dashboard"].startswith("http://127.0.0.1:")
+    assert told["dashboard"] is None
     assert changed == []
     assert guard.family(told["mark"]) == set()
     assert status(loaded).phase == "none"
@@ -113,9 +113,12 @@ def test_a_killed_driver_takes_its_private_cluster_with_it(
     start: Callable[..., subprocess.Popen[str]],
     until: Callable[..., None],
 ) -> None:
+    config = loaded.root / "eagleray.yaml"
+    config.write_text(config.read_text().replace("cluster: {", "cluster: {dashboard: true, "))
     driver = start("-c", DRIVER, str(loaded.root), "wait")
     assert driver.stdout is not None
     told = json.loads(driver.stdout.readline())
+    assert told["dashboard"].startswith("http://127.0.0.1:")
     members = guard.family(told["mark"])
     assert len(members) > 5
     homes = {home for pid in members if (home := Path(f"/proc/{pid}/cwd").resolve()) in folders()}
@@ -132,8 +135,8 @@ def test_an_interrupted_up_leaves_nothing(
     until: Callable[..., None],
 ) -> None:
     up = start("-m", "eagleray", "up")
-    until(lambda: children(up.pid), "the guard's start")
-    mark = mark_of(children(up.pid)[0])
+    until(lambda: marks_below(up.pid), "the guard's start")
+    (mark,) = marks_below(up.pid)
     until(lambda: len(guard.family(mark)) > 2, "the head's processes")
     up.send_signal(signal.SIGINT)
     _, complaints = up.communicate(timeout=30)
@@ -149,7 +152,12 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-def mark_of(pid: int) -> str:
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+def marks_below(pid: int) -> list[str]:
+    """The mark of each child that has one: before its exec it has its parent's environment."""
     name = f"{guard.MARK_VARIABLE}=".encode()
-    return next(entry for entry in environment if entry.startswith(name))[len(name) :].decode()
+    return [
+        entry[len(name) :].decode()
+        for child in children(pid)
+        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if entry.startswith(name)
+    ]

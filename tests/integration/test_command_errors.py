@@ -75,6 +75,28 @@ def test_a_bad_record_is_named_by_file_and_line(project: Path) -> None:
     assert_refused(run(project, "data", "build"), 2, "docs.jsonl:6", folder=project)
 
 
+def test_a_language_model_is_not_trained_on_rows_of_numbers(project: Path) -> None:
+    override = "data={sources: [{path: docs.jsonl}], features: {}}"
+    for verb in ("train", "tune"):
+        result = run(project, verb, override, "tune.space={train.optimizer.lr: {kind: float, "
+                     "low: 0.1, high: 1}}")  # fmt: skip
+        texts = (f"`eagleray {verb}` trains a language model", "BatchStream")
+        assert_refused(result, 2, *texts, folder=project)
+    assert not (project / "store" / "datasets").exists()
+
+
+def test_a_cell_that_is_no_number_is_named_by_line_and_column(project: Path) -> None:
+    override = "data={sources: [{path: docs.jsonl}], features: {}}"
+    result = run(project, "data", "build", override)
+    texts = ("docs.jsonl:1 has '0 the union", "in column 'text', not a number", "categories")
+    assert_refused(result, 2, *texts, folder=project)
+
+
+def test_settings_of_text_beside_features_are_named(project: Path) -> None:
+    result = run(project, "check", "data.features={}")
+    assert_refused(result, 2, "seq_len 16 is for text", folder=project)
+
+
 def test_storage_that_cannot_be_written_is_named(project: Path) -> None:
     (project / "store").write_text("a file is in the way")
     assert_refused(run(project, "train"), 1, str(project / "store"), "storage.uri", folder=project)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,14 +47,38 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("phase", ["tokenizer", "encode", "publish"])
+OF_FEATURES = {
+    "sources": [{"path": "a.jsonl"}],
+    "features": {"columns": ["n", "word", "pixels"], "categories": ["word"]},
+    "eval_fraction": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings"),
+    [
+        ("tokenizer", SETTINGS),
+        ("encode", SETTINGS),
+        ("publish", SETTINGS),
+        ("encode", OF_FEATURES),
+        ("publish", OF_FEATURES),
+    ],
+)
 def test_a_killed_build_is_invisible_and_the_next_gives_the_same_digest(
-    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, phase: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(2)
     words = [f"word{number}" for number in range(50)]
-    lines = (json.dumps({"text": " ".join(draw.choices(words, k=300))}) + "\n" for _ in range(1000))
-    (tmp_path / "a.jsonl").write_text("".join(lines))
+    records = (
+        {
+            "text": " ".join(draw.choices(words, k=300)),
+            "n": n,
+            "word": draw.choice(words),
+            "pixels": [n / 3] * 9,
+        }
+        for n in range(1000)
+    )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     program = PROGRAM
     if phase == "publish":
         # The last moment before the dataset appears: all files are written, under a hidden name.
@@ -65,7 +90,7 @@ def test_a_killed_build_is_invisible_and_the_next_gives_the_same_digest(
             1,
         )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), json.dumps(SETTINGS), phase],
+        [sys.executable, "-c", program, str(tmp_path), json.dumps(settings), phase],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -78,8 +103,8 @@ def test_a_killed_build_is_invisible_and_the_next_gives_the_same_digest(
         last_digest(storage)
     (left,) = storage.path("datasets").glob(".build-*")
     units = [path.name for path in (left / "units").glob("0*")]
-    assert len(units) == {"tokenizer": 0, "encode": 2, "publish": 7}[phase]
-    config = DataConfig.model_validate(SETTINGS)
+    assert len(units) == {"tokenizer": 0, "encode": 2, "publish": 8}[phase]
+    config = DataConfig.model_validate(settings)
     monkeypatch.setattr(build, "UNIT_BYTES", 300_000)
     dataset = build_dataset(config, lambda path: tmp_path / path, storage)
     elsewhere = build_dataset(config, lambda path: tmp_path / path, Storage(tmp_path / "other"))

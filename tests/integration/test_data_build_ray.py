@@ -102,6 +102,18 @@ def test_many_processes_give_the_same_bytes_though_one_is_killed(build: Build) -
     assert not list(Path(together.folder).parent.glob(".build-*"))
 
 
+def test_rows_of_numbers_are_encoded_by_many_processes_to_the_same_bytes(
+    build: Build, tmp_path: Path
+) -> None:
+    records = ({"n": n, "x": n / 7, "word": f"word {n % 11}"} for n in range(600))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    of_kind = {"tokenizer": {}, "seq_len": 128, "features": {"categories": ["word"]}}
+    alone = build("alone", alone=True, **of_kind)
+    together = build("together", **of_kind)
+    assert together.digest == alone.digest
+    assert together.verify() == []
+
+
 def test_what_is_wrong_with_a_record_arrives_as_it_is(build: Build, tmp_path: Path) -> None:
     (tmp_path / "tok.json").write_bytes(build("alone", alone=True).tokenizer_json)
     with (tmp_path / "a.jsonl").open("a") as file:

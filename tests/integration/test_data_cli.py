@@ -97,6 +97,86 @@ def test_verify_passes_what_is_sound_and_names_what_is_not(project: Path) -> Non
     assert failed.value.exit_code == 1
 
 
+@pytest.fixture
+def of_rows(tmp_path: Path, small_rows: object) -> Path:
+    """A project on a table of numbers."""
+    (tmp_path / "eagleray.yaml").write_text(
+        "name: p\n"
+        "data:\n"
+        "  sources: [{kind: csv, path: small.csv}]\n"
+        "  features: {label: kind, categories: [gate, kind]}\n"
+        "  eval_fraction: 0.2\n"
+    )
+    return tmp_path
+
+
+def test_rows_of_numbers_are_built_and_found(of_rows: Path) -> None:
+    first = run(of_rows, "build")
+    assert "rows/s" in first
+    assert "3 features of 3 columns, label kind: 2 classes" in first
+    document = json.loads(run(of_rows, "build", "--json"))
+    assert document["train"]["samples"] + document["eval"]["samples"] == document["documents"]
+    assert (document["built"], document["num_features"]) == (False, 3)
+    assert document["features"]["label"]["categories"] == ["a", "b"]
+
+
+def test_inspect_shows_columns_classes_and_rows_with_their_names(of_rows: Path) -> None:
+    run(of_rows, "build")
+    shown = run(of_rows, "inspect")
+    assert "number (train)" in shown
+    assert "month" in shown
+    assert "gate: 3 names: " in shown
+    assert "kind (train)" in shown
+    document = json.loads(run(of_rows, "inspect", "--json"))
+    counts = document["features"]["label"]["count"]
+    assert sum(counts) == document["train"]["samples"]
+    assert f"a {'#' * 8}" in shown
+    row = document["examples"][0]
+    assert (set(row), row["gate"] in "xyz", row["kind"] in "ab") == (
+        {"gain", "month", "gate", "kind"}, True, True,
+    )  # fmt: skip
+    assert f"month={row['month']:g} gate={row['gate']} kind={row['kind']}" in shown
+
+
+def test_inspect_shows_a_label_that_is_a_number_vectors_domains_and_what_was_left_out(
+    tmp_path: Path,
+) -> None:
+    records = [{"v": [n, None], "y": n / 2, "c": f"[red]{n}"} for n in range(90)]
+    records[7]["y"] = None
+    records[8]["v"] = [0, 1]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "eagleray.yaml").write_text(
+        "name: p\n"
+        "data:\n"
+        "  sources:\n"
+        "    - {path: a.jsonl, domain: low, where: {y: {max: 20}}}\n"
+        "    - {path: a.jsonl, domain: high}\n"
+        "  features: {columns: [v, c], label: y, categories: [c], missing: nan}\n"
+        "  on_bad_record: skip\n"
+        "  eval_fraction: 0.2\n"
+    )
+    shown = run(tmp_path, "build")
+    assert "skipped a.jsonl:8: has an empty cell in column 'y'" in shown
+    assert "label y: a number" in shown
+    shown = run(tmp_path, "inspect")
+    assert "v x 2" in shown
+    assert "held-out rows" in shown
+    assert "c: 89 names: '[red]" in shown
+    assert "v=[0, empty] c=[red]0 y=0" in shown
+    assert json.loads(run(tmp_path, "inspect", "--json"))["examples"][0]["v"] == [0, None]
+
+
+def test_verify_names_a_damaged_block_of_rows(of_rows: Path) -> None:
+    digest = json.loads(run(of_rows, "build", "--json"))["digest"]
+    assert json.loads(run(of_rows, "verify", "--json"))["ok"]
+    shard = of_rows / ".eagleray" / "datasets" / digest / "main.train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[200] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(IntegrityError, match=r"main\.train-00000\.bin block 0"):
+        run(of_rows, "verify")
+
+
 def test_digests_that_do_not_name_one_dataset_are_refused(project: Path) -> None:
     with pytest.raises(NotFoundError, match="no dataset has been built"):
         run(project, "inspect")

@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from eagleray.actors.data.batch import Batch
 from eagleray.actors.data.loader import Loader
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.data.loader_client import LoaderClient
+from eagleray.actors.data.shards import Shard
 from eagleray.platform.config import FeatureCacheConfig
 from eagleray.platform.errors import DeadlineExceededError, NotFoundError, ServiceError
 from eagleray.platform.redis_server import RedisServer
@@ -56,9 +59,17 @@ def test_slices_of_all_ranks_make_the_global_batch(small_dataset: Dataset) -> No
             assert np.array_equal(np.concatenate([p.tokens for p in parts]), whole.tokens)
         assert same(client.eval_batch(3), plain.eval_batch(3))
     assert client.stats().batches == 17
-    first = client.batch(0)
-    first.tokens[:] = 0  # What a client gives is the caller's own.
-    assert client.batch(0).tokens.any()
+    # Views of what all ranks of a node share.
+    assert not client.batch(0).tokens.flags.writeable
+
+
+def test_rows_of_numbers_come_through_the_actor(small_rows: Dataset) -> None:
+    client = LoaderClient(create_loader(spec_for(small_rows)), 60)
+    with Loader(small_rows, "train", 5, 8, prefetch_batches=0) as plain:
+        parts = [client.batch(7, rank, 4) for rank in range(4)]
+        whole = plain.batch(7)
+        assert np.array_equal(np.concatenate([p.features for p in parts]), whole.features)
+        assert np.array_equal(np.concatenate([p.labels for p in parts]), whole.labels)
 
 
 def test_a_loader_that_is_killed_ten_times_gives_every_batch_as_if_it_had_not_been(
@@ -86,11 +97,42 @@ def test_a_loader_that_does_not_answer_is_given_up_by_step(small_dataset: Datase
     LoaderClient(handle, 60).batch(0)
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(DeadlineExceededError, match=r"step 41 did not come within 0\.5 s"):
+        with pytest.raises(
+            DeadlineExceededError,
+            match=r"step 41 did not come within 0\.5 s: loader \w{12} does not answer at all",
+        ):
             LoaderClient(handle, 0.5).batch(41)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert LoaderClient(handle, 60).batch(42).step == 42
+
+
+def test_a_read_that_hangs_is_given_up_by_shard_and_loader(
+    small_dataset: Dataset, tmp_path: Path
+) -> None:
+    handle = create_loader(spec_for(small_dataset, prefetch_batches=0))
+    gate = tmp_path / "gate"
+
+    def hang(_: Any) -> None:
+        """Every block hangs that is checked from now on, as it would on storage that is away."""
+        real = Shard.is_sound
+
+        def is_sound(self: Shard, block: int) -> bool:
+            while not gate.exists():
+                time.sleep(0.01)
+            return real(self, block)
+
+        Shard.is_sound = is_sound  # type: ignore[method-assign]
+
+    ray.get(handle.__ray_call__.remote(hang), timeout=60)
+    with pytest.raises(
+        DeadlineExceededError,
+        match=r"step 7 did not come within 1 s: loader \w{12} has been reading block 0 of shard "
+        r"main\.train-00000\.bin for \d",
+    ):
+        LoaderClient(handle, 1).batch(7)
+    gate.touch()
+    assert LoaderClient(handle, 60).batch(7).step == 7
 
 
 def test_errors_arrive_with_their_type_or_as_service_errors(
@@ -127,7 +169,7 @@ def test_a_loader_that_was_ended_is_a_service_error(small_dataset: Dataset, unti
 def test_loaders_report_to_the_evictor_which_survives_its_own_death(
     small_dataset: Dataset, redis_server: RedisServer, until: Until
 ) -> None:
-    config = FeatureCacheConfig(timeout_s=5)
+    config = FeatureCacheConfig(timeout_s=5, policy="auto")
     name = f"evictor-{uuid.uuid4().hex}"
     handle = create_evictor(config, redis_server.url, name=name)
     evictor = EvictorClient(handle)
@@ -141,6 +183,7 @@ def test_loaders_report_to_the_evictor_which_survives_its_own_death(
         return evictor.stats(60).touches > 1
 
     until(reads_are_noted, "touches", 60)
+    assert evictor.stats(60).expected > 60
     assert loader.stats().cache_hits > 0
     assert redis_server.url not in repr(spec)
     os.kill(pid_of(handle), signal.SIGKILL)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,9 +17,9 @@ from eagleray.cli.console import (
     emit,
     errors,
     exit_code,
-    table,
     tell_stopped,
 )
+from eagleray.cli.dataset_view import contents, print_contents, print_summary, summary
 from eagleray.platform.config import CONFIG_NAME, load_config
 from eagleray.platform.errors import IntegrityError, NotFoundError, UsageError
 from eagleray.platform.storage import Storage
@@ -27,8 +27,6 @@ from eagleray.platform.storage import Storage
 if TYPE_CHECKING:
     from eagleray.actors.data import BuildProgress, Dataset
 
-_BAR_WIDTH = 40
-_SAMPLE_CHARS = 300
 _MIN_PREFIX = 6
 
 DigestArgument = Annotated[
@@ -39,7 +37,7 @@ DigestArgument = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
-    group = typer.Typer(no_args_is_help=True, help="Raw text to verified token shards.")
+    group = typer.Typer(no_args_is_help=True, help="Raw data to verified shards.")
     group.command()(build)
     group.command()(inspect)
     group.command()(verify)
@@ -64,7 +62,8 @@ def build(
     loaded = load_config(config, overrides or [])
     started = time.perf_counter()
     seen: list[BuildProgress] = []
-    with _progress() as show:
+    items = "tokens" if loaded.config.data.features is None else "values"
+    with _progress(items) as show:
 
         def on_progress(progress: "BuildProgress") -> None:
             seen[:] = [progress]
@@ -83,22 +82,23 @@ def build(
             raise typer.Exit(exit_code(interruption)) from None
     took_s = time.perf_counter() - started
     is_found = bool(seen) and seen[-1].phase == "found"
-    document = _summary(dataset) | {"seconds": round(took_s, 3), "built": not is_found}
+    document = summary(dataset) | {"seconds": round(took_s, 3), "built": not is_found}
+    unit, counted = ("tokens", "tokens") if dataset.features is None else ("rows", "samples")
     if not is_found:
         document["bytes_per_second"] = round(document["bytes"] / took_s)
-        tokens = document["train"]["tokens"] + document["eval"]["tokens"]
-        document["tokens_per_second"] = round(tokens / took_s)
+        count = document["train"][counted] + document["eval"][counted]
+        document[f"{unit}_per_second"] = round(count / took_s)
 
     def people() -> None:
         console.print(
             f"{'found' if is_found else 'built'} dataset {dataset.digest}", soft_wrap=True
         )
-        _print_counts(document)
+        print_summary(document)
         rates = (
             ""
             if is_found
             else f", {document['bytes_per_second'] / 1e6:.1f} MB/s, "
-            f"{document['tokens_per_second']:,} tokens/s"
+            f"{document[f'{unit}_per_second']:,} {unit}/s"
         )
         console.print(f"{took_s:.1f} s{rates}", soft_wrap=True)
 
@@ -110,29 +110,17 @@ def inspect(
     config: ConfigOption = Path(CONFIG_NAME),
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is in a dataset: counts, lengths of documents, two samples.
+    """Show what is in a dataset: counts, lengths of documents or figures of columns, two samples.
 
     Example: eagleray data inspect
     """
     dataset = _open(digest, config)
-    document = _summary(dataset)
-    train = dataset.manifest["splits"]["train"]
-    document["document_tokens"] = train["document_tokens"]
-    document["domains"] = [
-        {"name": name, **{split: _counts(dataset, split, name) for split in ("train", "eval")}}
-        for name in dataset.domains
-    ]
-    document["examples"] = _samples(dataset)
+    document = summary(dataset) | contents(dataset)
 
     def people() -> None:
         console.print(f"dataset {dataset.digest}", soft_wrap=True)
-        _print_counts(document)
-        if len(document["domains"]) > 1:
-            _print_domains(document["domains"])
-        _print_lengths(document["document_tokens"])
-        for number, text in enumerate(document["examples"]):
-            console.print(f"\ntrain sample {number}:", soft_wrap=True)
-            console.print(f"{text[:_SAMPLE_CHARS]!r}", markup=False, soft_wrap=True)
+        print_summary(document)
+        print_contents(document, dataset)
 
     emit(document, as_json, people)
 
@@ -195,92 +183,8 @@ def _full(storage: Storage, start: str) -> str:
     return matching[0]
 
 
-def _summary(dataset: "Dataset") -> dict[str, Any]:
-    sources, splits = dataset.manifest["sources"], dataset.manifest["splits"]
-    files = {(source["name"], source["sha256"]): source["bytes"] for source in sources}
-    document: dict[str, Any] = {
-        "digest": dataset.digest,
-        "path": str(dataset.folder),
-        "tokenizer": dataset.manifest["tokenizer"]["sha256"],
-        "vocab_size": dataset.vocab_size,
-        "seq_len": dataset.seq_len,
-        # Several domains may read one file.
-        "files": len(files),
-        "bytes": sum(files.values()),
-        "skipped_examples": [e for source in sources for e in source["skipped_examples"]],
-    }
-    for name in ("documents", "empty", "filtered", "skipped"):
-        document[name] = sum(source[name] for source in sources)
-    for split, found in splits.items():
-        document[split] = {
-            name: found[name] for name in ("documents", "tokens", "samples", "dropped_tokens")
-        }
-    return document
-
-
-def _counts(dataset: "Dataset", split: str, domain: str) -> dict[str, int]:
-    described = dataset.manifest["splits"][split]
-    found = described.get("domains", {}).get(domain, described)
-    return {name: found[name] for name in ("documents", "tokens", "samples")}
-
-
-def _print_domains(domains: list[dict[str, Any]]) -> None:
-    total = sum(domain["train"]["samples"] for domain in domains)
-    rows = [
-        [
-            domain["name"],
-            *(f"{domain['train'][name]:,}" for name in ("documents", "tokens", "samples")),
-            f"{domain['train']['samples'] / total:.1%}",
-            f"{domain['eval']['samples']:,}",
-        ]
-        for domain in domains
-    ]
-    names = ["domain", "documents", "tokens", "samples", "share", "held-out samples"]
-    console.print(table("", names, rows))
-
-
-def _print_counts(document: dict[str, Any]) -> None:
-    rows = [
-        [split, *(f"{document[split][name]:,}" for name in ("documents", "tokens", "samples"))]
-        for split in ("train", "eval")
-    ]
-    console.print(table("", ["split", "documents", "tokens", "samples"], rows))
-    left_out = ", ".join(
-        f"{document[name]:,} {name}" for name in ("empty", "filtered", "skipped") if document[name]
-    )
-    console.print(
-        f"{document['bytes']:,} bytes in {document['files']:,} files"
-        + (f"; left out: {left_out}" if left_out else ""),
-        soft_wrap=True,
-    )
-    for example in document["skipped_examples"]:
-        console.print(f"  skipped {example}", markup=False, soft_wrap=True)
-    console.print(
-        f"tokenizer {document['tokenizer']} ({document['vocab_size']:,} tokens)", soft_wrap=True
-    )
-
-
-def _print_lengths(document_tokens: list[list[int]]) -> None:
-    console.print("\ntokens per document (train)", soft_wrap=True)
-    most = max(count for _, count in document_tokens)
-    for upper, count in document_tokens:
-        bar = "#" * max(1, round(_BAR_WIDTH * count / most))
-        console.print(f"  <= {upper:>9,} {bar} {count:,}", soft_wrap=True)
-
-
-def _samples(dataset: "Dataset") -> list[str]:
-    import numpy as np
-
-    from eagleray.actors.data.tokenizer import TextTokenizer
-
-    tokenizer = TextTokenizer(dataset.tokenizer_json)
-    count = min(2, dataset.num_samples("train"))
-    tokens = dataset.read("train", np.arange(count, dtype=np.int64))
-    return [tokenizer.decode(row.tolist()) for row in tokens]
-
-
 @contextmanager
-def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
+def _progress(items: str) -> Iterator[Callable[["BuildProgress"], None]]:
     """A bar on a terminal; elsewhere a line when a phase begins."""
     if errors.is_terminal:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -306,7 +210,7 @@ def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
                 rates = {
                     "MB": (progress.bytes - first.bytes) / 1e6,
                     "documents": progress.documents - first.documents,
-                    "tokens": progress.tokens - first.tokens,
+                    items: progress.tokens - first.tokens,
                 }
                 bar.update(
                     task,

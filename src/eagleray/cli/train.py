@@ -25,7 +25,7 @@ from eagleray.platform.config import CONFIG_NAME
 from eagleray.project import Project, TrainedRun
 
 if TYPE_CHECKING:
-    from eagleray.actors.data.build import BuildProgress
+    from eagleray.actors.data.recipe import BuildProgress
     from eagleray.actors.trainer.progress import Progress as TrainProgress
 
 _WIDE = 110

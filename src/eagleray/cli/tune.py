@@ -24,7 +24,7 @@ from eagleray.platform.config import CONFIG_NAME
 from eagleray.project import Project
 
 if TYPE_CHECKING:
-    from eagleray.actors.data.build import BuildProgress
+    from eagleray.actors.data.recipe import BuildProgress
     from eagleray.tune.history import SweepHistory
     from eagleray.tune.sweep import SweepResult
 

@@ -7,8 +7,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from eagleray.actors.cache.evictor import CHUNK_KEYS, Evictor
 from eagleray.actors.cache.frame import digest_key
-from eagleray.actors.cache.policies import LruK
-from eagleray.actors.cache.touches import MAX_TOUCHES, TouchBatch, TouchBuffer
+from eagleray.actors.cache.policies import LruK, make_policy
+from eagleray.actors.cache.touches import MAX_TOUCHES, Schedule, TouchBatch, TouchBuffer
 
 
 def batch(*names: int, size: int = 10) -> TouchBatch:
@@ -66,6 +66,29 @@ def test_while_redis_is_away_keys_stay_counted_and_go_later() -> None:
     assert evictor.stats().evicted == sum(map(len, unlinked.chunks))
 
 
+def expected(now: int, *uses: tuple[int, Sequence[int]]) -> Schedule:
+    """What a reader says; keys as those of `batch`."""
+    keys = b"".join(digest_key(b"%d" % number) for _, numbers in uses for number in numbers)
+    steps, counts = tuple(step for step, _ in uses), tuple(len(numbers) for _, numbers in uses)
+    return Schedule(now, steps, counts, keys)
+
+
+def test_what_is_looked_up_last_goes_first() -> None:
+    unlinked = Unlinked()
+    evictor = Evictor(make_policy("auto", 100), 100, unlinked)
+    evictor.expect(expected(0, (0, range(12)), (1, [0, 1, 2]), (2, [3, 4, 5]), (3, [6, 7])))
+    evictor.touch(batch(*range(12)))
+    # Four that nobody expects any more; 85 of 120 bytes stay.
+    assert set(unlinked.chunks[0]) == {digest_key(b"%d" % number) for number in (8, 9, 10, 11)}
+
+
+def test_a_policy_that_does_not_plan_hears_no_schedule() -> None:
+    evictor = Evictor(LruK(2, 100), 100, Unlinked())
+    evictor.expect(expected(0, (0, range(12))))
+    evictor.touch(batch(*range(3)))
+    assert evictor.stats().keys == 3
+
+
 def test_figures_count_touches_and_keys() -> None:
     evictor = Evictor(LruK(2, 100), 1000, Unlinked())
     evictor.touch(batch(1, 1, 2))
@@ -79,6 +102,9 @@ class Sink:
 
     def touch(self, batch: TouchBatch) -> None:
         self.batches.append(batch)
+
+    def expect(self, schedule: Schedule) -> None:
+        pytest.fail("nobody planned")
 
 
 def test_touches_go_out_in_batches_by_count() -> None:

@@ -1,5 +1,9 @@
 """The cache in front of a store: hits, misses, duplicates, and the store in memory."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,3 +118,41 @@ def test_every_policy_can_be_chosen_and_keeps_the_budget(policy: str) -> None:
         assert value == bytes(100)
     assert isinstance(cache.store, MemoryStore)
     assert cache.store.total_bytes <= 1000
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_what_two_threads_miss_at_once_is_computed_by_one(
+    until: Callable[..., None],
+    is_failing: bool,
+) -> None:
+    cache = open_cache(FeatureCacheConfig(max_bytes=10_000), None)
+    assert cache is not None
+    begun, go_on = threading.Event(), threading.Event()
+    computed: list[tuple[str, bytes]] = []
+
+    def look(name: str, keys: list[bytes]) -> list[bytes]:
+        def compute(missing: list[int]) -> list[bytes]:
+            computed.extend((name, keys[i]) for i in missing)
+            if name == "first":
+                begun.set()
+                assert go_on.wait(30)
+                if is_failing:
+                    raise OSError("first")
+            return [keys[i] * 2 for i in missing]
+
+        return cache.get_or_compute_many(keys, compute)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(look, "first", [b"a", b"b"])
+        assert begun.wait(30)
+        second = pool.submit(look, "second", [b"b", b"c"])
+        until(lambda: ("second", b"c") in computed, "the second's own value")
+        go_on.set()
+        assert second.result() == [b"bb", b"cc"]
+        if is_failing:
+            with pytest.raises(OSError, match="first"):
+                first.result()
+        else:
+            assert first.result() == [b"aa", b"bb"]
+    assert (("second", b"b") in computed) == is_failing
+    assert look("third", [b"a", b"b", b"c"]) == [b"aa", b"bb", b"cc"]

@@ -76,7 +76,7 @@ def test_a_slow_level_is_written_by_a_thread_and_drops_what_does_not_fit(
 ) -> None:
     monkeypatch.setattr(levels, "_MAX_WAITING_BYTES", 20)
     slow, looked = Gated(), store()
-    level = Level("l3", looked, slow)
+    level = Level("l3", looked, lambda: slow)
     assert level.put_many([(key, bytes(8)) for key in KEYS]) == 2
     assert level.stats().dropped == 2
     slow.gate.set()
@@ -89,7 +89,7 @@ def test_a_thread_that_hangs_is_left_behind(
 ) -> None:
     monkeypatch.setattr(levels, "_END_S", 0.01)
     slow = Gated()
-    level = Level("l3", store(), slow)
+    level = Level("l3", store(), lambda: slow)
     level.put_many([(KEYS[0], b"x")])
     level.close()
     assert "were not written in time" in caplog.text

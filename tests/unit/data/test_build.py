@@ -15,6 +15,7 @@ import pytest
 from eagleray.actors.data import BuildProgress, Dataset, build_dataset, last_digest
 from eagleray.actors.data import build as module
 from eagleray.actors.data.sources import DocumentReader
+from eagleray.actors.data.text_recipe import TextRecipe
 from eagleray.actors.data.tokenizer import TextTokenizer
 from eagleray.actors.data.units import Encoder, Unit, UnitResult
 from eagleray.platform.config import DataConfig
@@ -170,9 +171,12 @@ def test_a_file_that_changes_under_the_build_is_noticed(
         "longer": before + b'{"text": "late"}\n',
         "another": before.replace(b"people", b"PEOPLE", 1),
     }
-    for phase, method in (("learn", "_tokenizer"), ("encode", "_encode")):
+    for phase, owner, method in (
+        ("learn", TextRecipe, "_tokenizer"),
+        ("encode", module._Build, "_encode"),
+    ):
         for name, after in changes.items():
-            real = getattr(module._Build, method)
+            real = getattr(owner, method)
 
             def slip_in(*args: object, real: Any = real, after: bytes = after) -> object:
                 (corpus / "raw/a.jsonl").write_bytes(after)
@@ -184,7 +188,7 @@ def test_a_file_that_changes_under_the_build_is_noticed(
                 else {"kind": "bpe", "vocab_size": 320}
             )
             with monkeypatch.context() as patch:
-                patch.setattr(module._Build, method, slip_in)
+                patch.setattr(owner, method, slip_in)
                 with pytest.raises(DataError, match=r"a\.jsonl was changed while"):
                     build(tokenizer=tokenizer, seq_len=8, storage=Storage(corpus / name / phase))
             (corpus / "raw/a.jsonl").write_bytes(before)
@@ -192,17 +196,20 @@ def test_a_file_that_changes_under_the_build_is_noticed(
             assert [path.name for path in folder.iterdir()] == [".building.lock"]
 
 
-@pytest.mark.parametrize("method", ["_tokenizer", "_encode", "_tallies"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(TextRecipe, "_tokenizer"), (module._Build, "_encode"), (module._Build, "_tallies")],
+)
 def test_a_file_that_vanishes_under_the_build_is_named(
-    build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
-    real = getattr(module._Build, method)
+    real = getattr(owner, method)
 
     def slip_in(*args: object) -> object:
         (corpus / "raw/a.jsonl").unlink()
         return real(*args)
 
-    monkeypatch.setattr(module._Build, method, slip_in)
+    monkeypatch.setattr(owner, method, slip_in)
     with pytest.raises(DataError, match=r"a\.jsonl (was changed while|cannot be read)"):
         build()
 
@@ -223,10 +230,10 @@ def test_an_interrupted_build_goes_on_where_it_stopped(
         return real(self, unit, *args)
 
     learnt: list[object] = []
-    tokenizer = module._Build._tokenizer
+    tokenizer = TextRecipe._tokenizer
     monkeypatch.setattr(Encoder, "encode", encode)
     monkeypatch.setattr(
-        module._Build, "_tokenizer", lambda *args: learnt.append(1) or tokenizer(*args)
+        TextRecipe, "_tokenizer", lambda *args: learnt.append(1) or tokenizer(*args)
     )
     # An error of the system is told as storage's.
     with pytest.raises(StorageError if issubclass(error, OSError) else error):
@@ -249,14 +256,14 @@ def test_a_finished_unit_that_was_damaged_is_done_anew(
     undisturbed = build(storage=Storage(storage.root / "undisturbed"))
     monkeypatch.setattr(module, "UNIT_BYTES", 2000)
     with monkeypatch.context() as patch:
-        patch.setattr(module._Build, "_join", lambda *args: pytest.fail("here"))
+        patch.setattr(TextRecipe, "write", lambda *args: pytest.fail("here"))
         with pytest.raises(pytest.fail.Exception):
             build()
-    (ids,) = storage.path("datasets").glob(".build-*/units/00002/train.ids")
+    (ids,) = storage.path("datasets").glob(".build-*/units/00002/train.items")
     data = bytearray(ids.read_bytes())
     data[4] ^= 1
     ids.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"00002/train\.ids is not what the build wrote"):
+    with pytest.raises(IntegrityError, match=r"00002/train\.items is not what the build wrote"):
         build()
     assert build().digest == undisturbed.digest
 

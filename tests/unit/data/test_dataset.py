@@ -105,7 +105,7 @@ def test_a_tokenizer_that_was_changed_is_refused(build: Build, storage: Storage)
 
 
 def test_a_later_format_is_named(storage: Storage) -> None:
-    manifest = canonical_json({"format": 3})
+    manifest = canonical_json({"format": 4})
     storage.put(manifest, "datasets", digest_bytes(manifest), "manifest.json")
-    with pytest.raises(Exception, match="has format 3, this program reads 1 and 2"):
+    with pytest.raises(Exception, match="has format 4, this program reads 1, 2 and 3"):
         Dataset.open(storage, digest_bytes(manifest))

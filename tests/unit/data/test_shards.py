@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.actors.data.shards import HEADER_BYTES, Shard, ShardWriter
+from eagleray.actors.data.blocks import HEADER_BYTES
+from eagleray.actors.data.shards import Shard, ShardWriter
 from eagleray.platform.errors import DataError, IntegrityError
 
 DIGEST = bytes(range(32))

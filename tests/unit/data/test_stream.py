@@ -20,26 +20,35 @@ Build = Callable[..., Dataset]
 SOURCES = [{"path": "raw/a.jsonl", "domain": "a"}, {"path": "raw/b.jsonl", "domain": "b"}]
 BATCH = 24
 MIXTURE = Mixture.constant([Fraction(2), Fraction(1)])
+READERS: list[dict[str, Any]] = [
+    {"prefetch_batches": 0},
+    {"prefetch_batches": 1, "fetchers": 1},
+    {"prefetch_batches": 5, "fetchers": 3},
+    {"prefetch_batches": None, "timeout_s": 30.0},
+]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Two domains, some 270 samples."""
+@pytest.fixture(scope="module", params=["text", "features"])
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Two domains, some 270 samples: of tokens, or rows of numbers."""
     from eagleray.actors.data import build_dataset
     from eagleray.platform.config import DataConfig
     from eagleray.platform.storage import Storage
 
     folder = tmp_path_factory.mktemp("two")
+    of_kind: dict[str, Any] = {"tokenizer": {"vocab_size": 300}, "seq_len": 16}
+    if request.param == "features":
+        of_kind = {"features": {"columns": ["x", "v"], "label": "y", "categories": ["y"]}}
     words = ["peace", "union", "states", "people", "law"]
     for number, name in enumerate("ab"):
         texts = [" ".join(words[(n + i + number) % 5] for i in range(60)) for n in range(40)]
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n, text in enumerate(texts))
-        )
+        records: list[dict[str, Any]] = [{"text": f"{n} {text}"} for n, text in enumerate(texts)]
+        if request.param == "features":
+            records = [{"x": n, "v": [number, n / 7], "y": name} for n in range(170)]
+        lines = (json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     sources = [{"path": f"{name}.jsonl", "domain": name} for name in "ab"]
-    config = DataConfig.model_validate(
-        {"sources": sources, "tokenizer": {"vocab_size": 300}, "seq_len": 16, "eval_fraction": 0.2}
-    )
+    config = DataConfig.model_validate({"sources": sources, "eval_fraction": 0.2, **of_kind})
     return build_dataset(config, lambda path: folder / path, Storage(folder / "store"))
 
 
@@ -78,9 +87,8 @@ def test_any_chain_of_saves_and_resizes_gives_every_global_batch_once(
     places = [*sorted(saves), 45]
     for number, place in enumerate(places):
         world_size = worlds[number % len(worlds)]
-        # No loader: nothing is read ahead; else as many batches as there are loaders.
         ranks = [
-            stream(two, rank=rank, world_size=world_size, seed=seed, prefetch_batches=loaders)
+            stream(two, rank=rank, world_size=world_size, seed=seed, **READERS[loaders])
             for rank in range(world_size)
         ]
         for one in ranks:

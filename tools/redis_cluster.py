@@ -1,0 +1,178 @@
+"""A Redis Cluster of our own on loopback, for tests and benchmarks: three masters, three replicas.
+
+Its nodes can be killed, stopped and replaced by a port that never answers, and slots be moved
+between them while they are read.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from redis.crc import key_slot
+from redis.exceptions import RedisError
+
+from eagleray.actors.cache.framed_values import KEY_PREFIX
+from eagleray.actors.cache.redis_link import RedisLink
+from eagleray.platform.redis_server import _binaries
+
+NUM_MASTERS = 3
+HOST = "127.0.0.1"
+FAULTS = ("kill", "stop", "black hole")
+_PORTS = range(21_000, 29_000, 2)
+
+
+class RedisCluster:
+    """Servers of our own, each with a process that may be killed; `join` makes one cluster of them.
+
+    Args:
+        folder: Gets the folders of the servers.
+        node_timeout_ms: A master that is silent for so long is succeeded by its replica.
+    """
+
+    def __init__(self, folder: Path, node_timeout_ms: int = 1000) -> None:
+        self._folder, self._node_timeout_ms = folder, node_timeout_ms
+        self.ports = _free_ports(2 * NUM_MASTERS)
+        self.masters = self.ports[:NUM_MASTERS]
+        self.processes = {port: self._start(port) for port in self.ports}
+        self.links = {port: RedisLink(f"redis://{HOST}:{port}", 10) for port in self.ports}
+        self.url = f"redis-cluster://{HOST}:{self.ports[0]}"
+
+    def join(self, until: Callable[..., None]) -> None:
+        """Make one cluster: the first three own all slots, each has a replica.
+
+        Args:
+            until: Waits for a condition: `until(condition, "what it is", timeout_s)`.
+        """
+        for port in self.ports:
+            until(lambda port=port: self._pings(port), f"the server at {port}", 60)
+        for number, port in enumerate(self.masters):
+            first = number * 16384 // NUM_MASTERS
+            last = (number + 1) * 16384 // NUM_MASTERS - 1
+            self.ask(port, "CLUSTER", "ADDSLOTSRANGE", first, last)
+            self.ask(port, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for port in self.ports[1:]:
+            self.ask(self.ports[0], "CLUSTER", "MEET", HOST, port, port + 1)
+        until(lambda: all(map(self._knows_all, self.ports)), "all nodes at each node", 60)
+        replicas = self.ports[NUM_MASTERS:]
+        for master, replica in zip(self.masters, replicas, strict=True):
+            self.ask(replica, "CLUSTER", "REPLICATE", self.node_id(master))
+        until(lambda: all(map(self.is_ok, self.ports)), "a cluster that is well", 60)
+        until(lambda: all(map(self._is_synced, replicas)), "replicas that have caught up", 60)
+
+    def ask(self, port: int, *command: Any) -> Any:
+        """The reply of one node."""
+        return self.links[port].call(*command)
+
+    def node_id(self, port: int) -> str:
+        """What the cluster calls a node."""
+        return str(self.ask(port, "CLUSTER", "MYID"), "ascii")
+
+    def is_ok(self, port: int) -> bool:
+        """Whether a node finds that all is well."""
+        return b"cluster_state:ok" in self.ask(port, "CLUSTER", "INFO")
+
+    def owner(self, key: bytes) -> int:
+        """Port of the master that holds the value of a key, as a node that answers knows it."""
+        return next(self._owners(key))
+
+    def owners(self, key: bytes) -> set[int]:
+        """The same, as each of the nodes that answer knows it: they learn of a change in turn."""
+        return set(self._owners(key))
+
+    def move(self, slot: int, source: int, target: int) -> None:
+        """Move a slot with its keys while both nodes go on answering."""
+        self.ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
+        self.ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
+        while keys := self.ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 10):
+            self.ask(source, "MIGRATE", HOST, target, "", 0, 5000, "KEYS", *keys)
+        for port in (target, source):
+            self.ask(port, "CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
+
+    @contextlib.contextmanager
+    def faulty(self, port: int, fault: str) -> Iterator[None]:
+        """A context in which a node is as one of FAULTS says; one that was stopped goes on then."""
+        process = self.processes[port]
+        if fault == "stop":
+            process.send_signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                process.send_signal(signal.SIGCONT)
+            return
+        process.kill()
+        process.wait()
+        with contextlib.ExitStack() as stack:
+            if fault == "black hole":
+                stack.enter_context(socket.create_server((HOST, port)))
+            yield
+
+    def flush(self) -> None:
+        """Remove all values."""
+        for port in self.masters:
+            self.ask(port, "FLUSHALL")
+
+    def stop(self) -> None:
+        """End all servers."""
+        for link in self.links.values():
+            link.close()
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+    def _start(self, port: int) -> "subprocess.Popen[bytes]":
+        folder = self._folder / str(port)
+        folder.mkdir(parents=True, exist_ok=True)
+        words = {
+            "port": port, "cluster-port": port + 1, "bind": HOST, "dir": folder,
+            "cluster-enabled": "yes", "cluster-node-timeout": self._node_timeout_ms,
+            "save": "", "appendonly": "no",
+            "maxmemory": "64mb", "maxmemory-policy": "noeviction", "protected-mode": "no",
+            "repl-diskless-sync-delay": 0, "repl-ping-replica-period": 1,
+        }  # fmt: skip
+        options = [part for name, value in words.items() for part in (f"--{name}", str(value))]
+        with (folder / "log").open("ab") as log:
+            return subprocess.Popen([next(iter(_binaries())), *options], stdout=log, stderr=log)
+
+    def _pings(self, port: int) -> bool:
+        try:
+            return bool(self.ask(port, "PING"))
+        except (RedisError, OSError):
+            return False
+
+    def _owners(self, key: bytes) -> Iterator[int]:
+        slot = key_slot(KEY_PREFIX + key)
+        for port in self.ports:
+            with contextlib.suppress(RedisError, OSError):
+                for first, last, master, *_ in self.ask(port, "CLUSTER", "SLOTS"):
+                    if first <= slot <= last:
+                        yield int(master[1])
+
+    def _knows_all(self, port: int) -> bool:
+        lines = self.ask(port, "CLUSTER", "NODES").splitlines()
+        return len(lines) == len(self.ports) and b"handshake" not in b"".join(lines)
+
+    def _is_synced(self, port: int) -> bool:
+        return b"master_link_status:up" in self.ask(port, "INFO", "replication")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of which the next one is free as well, for the cluster's own talk."""
+    found: list[int] = []
+    # From a place of this process's own: others may be looking for ports as well.
+    start = os.getpid() * 2 * count % len(_PORTS)
+    for port in [*_PORTS[start:], *_PORTS[:start]]:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for each in (port, port + 1):
+                probe = stack.enter_context(socket.socket())
+                probe.bind((HOST, each))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")
