@@ -81,7 +81,7 @@ def _dataset(root: Path) -> Dataset:
 def _round(dataset: Dataset, folder: Path, fault: str, after_s: float) -> Round:
     cluster = RedisCluster(folder, _STAYS_AWAY_MS)
     try:
-        cluster.join(_until)
+        cluster.join()
         cache = open_cache(FeatureCacheConfig(), cluster.url)
         assert cache is not None
         assert isinstance(cache.store, ClusterStore)
@@ -142,14 +142,6 @@ def _figures(fault: str, rounds: list[Round]) -> list[Figure]:
 
 def _digest(batch: Batch) -> bytes:
     return sha256(batch.ids.tobytes() + batch.tokens.tobytes()).digest()
-
-
-def _until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {timeout_s:g} s")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":
