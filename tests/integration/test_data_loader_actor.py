@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,19 @@ def test_slices_of_all_ranks_make_the_global_batch(small_dataset: Dataset) -> No
     assert client.batch(0).tokens.any()
 
 
+@pytest.fixture
+def hogs() -> Iterator[None]:
+    """Each core has more to do than it can."""
+    hog = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    words = [sys.executable, "-c", hog]
+    started = [subprocess.Popen(words) for _ in range(os.cpu_count() or 1)]
+    yield
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("hogs")
 def test_a_loader_that_is_killed_ten_times_gives_every_batch_as_if_it_had_not_been(
     small_dataset: Dataset,
 ) -> None:
