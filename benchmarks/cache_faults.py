@@ -85,7 +85,7 @@ class _Reader:
 
     def __init__(self, dataset: Dataset, wanted: list[bytes]) -> None:
         self.cluster, self._wanted, self._next = RedisCluster(_STAYS_AWAY_MS), wanted, 0
-        self.cluster.join(_until)
+        self.cluster.join()
         cache = open_cache(FeatureCacheConfig(), self.cluster.url)
         assert cache is not None
         assert isinstance(cache.store, ClusterStore)
@@ -152,14 +152,6 @@ def _figures(fault: str, rounds: list[Round]) -> list[Figure]:
 
 def _digest(batch: Batch) -> bytes:
     return sha256(batch.ids.tobytes() + batch.tokens.tobytes()).digest()
-
-
-def _until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {timeout_s:g} s")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

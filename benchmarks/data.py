@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.leftovers import end_family, nothing_left
 from benchmarks.record import Figure, middle, run
 from examples.sotu.corpus import write_corpus
 
@@ -52,7 +53,7 @@ Batches = Iterable[torch.Tensor]
 def measure(arguments: argparse.Namespace) -> list[Figure]:
     """All figures."""
     rounds = 1 if arguments.quick else 5
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
+    with nothing_left(), tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         root = Path(folder)
         corpus = write_corpus(root)
         dataset, build_figures = _preprocessing(root, corpus, 1 if arguments.quick else 3)
@@ -236,6 +237,8 @@ def _side_by_side(root: Path, dataset: Dataset, way: tuple[str, int], num_ranks:
     finally:
         for process in processes:
             process.join(1)
+            if process.pid is not None:
+                end_family(process.pid)
             process.kill()
     for rate in rates:
         if isinstance(rate, str):
@@ -270,6 +273,7 @@ def _consume(
         barrier.abort()
         results.put(f"{type(error).__name__}: {error}")
     # Loader processes of peers are not waited for.
+    end_family(os.getpid())
     sys.stdout.flush()
     results.close()
     results.join_thread()

@@ -1,11 +1,12 @@
 """Hit ratios of the eviction policies, beside Belady's.
 
-    python -m benchmarks.eviction [--quick] [--json FILE] [--trace FILE ...]
+    python -m benchmarks.eviction [--quick] [--json FILE] [--trace FILE ...] ...
 
 Patterns of training are generated: epochs in a new order each, four jobs over one dataset,
 importance sampling with a drifting Zipf law, a mixture whose weights change. Traces are files of
 little-endian int32 keys, plain or .xz, as cache2k's web07 and web12 in the simulator of
-github.com/ben-manes/caffeine (CC BY 4.0). Values are of one size; a first epoch is not counted.
+github.com/ben-manes/caffeine (CC BY 4.0; docs/data.md says how to get them). Values are of one
+size; a first epoch is not counted. Half a minute with two traces.
 """
 
 import argparse
@@ -68,10 +69,19 @@ def mixture(draw: np.random.Generator, items: int, count: int) -> Keys:
 
 
 def read_trace(path: Path) -> Keys:
-    """Keys of a trace file."""
-    data = path.read_bytes()
-    if path.suffix == ".xz":
-        data = lzma.decompress(data)
+    """Keys of a trace file.
+
+    Raises:
+        ValueError: It cannot be read, or is not a whole number of keys.
+    """
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".xz":
+            data = lzma.decompress(data)
+    except (OSError, lzma.LZMAError) as error:
+        raise ValueError(f"trace {path} cannot be read: {error}") from error
+    if not data or len(data) % 4:
+        raise ValueError(f"trace {path} holds {len(data)} bytes, not a number of 4-byte keys")
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 
@@ -125,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
         "4 jobs": (jobs(draw, items, count), 4 * items, True),
         "importance": (importance(draw, items, count), items, False),
         "mixture": (mixture(draw, items, count), items, True),
-        **{path.name: (read_trace(path), 0, False) for path in arguments.trace},
+        **{name: (keys, 0, False) for name, keys in arguments.trace},
     }
     found: list[Figure] = []
     for pattern, (keys, first, is_scheduled) in patterns.items():
@@ -154,7 +164,18 @@ def _figures(
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument(
+        "--trace", type=_trace, nargs="+", action="extend", default=[], metavar="FILE",
+        help="compare on these traces too; repeatable",
+    )  # fmt: skip
+
+
+def _trace(text: str) -> tuple[str, Keys]:
+    path = Path(text)
+    try:
+        return path.name.partition(".")[0], read_trace(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

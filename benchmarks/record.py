@@ -1,6 +1,6 @@
 """What every benchmark prints and writes: medians beside those of peers, with where they came from.
 
-A benchmark exits with 0 when it ran, whatever it found.
+A benchmark exits with 0 when it ran, whatever it found, but for the figures that must hold.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eagleray.platform.errors import EagleRayError
+
 console = Console(highlight=False)
 
 
@@ -26,7 +28,8 @@ console = Console(highlight=False)
 class Figure:
     """One measurement beside a peer's of the same run; `ratio` is ours to theirs.
 
-    `goal` says in words what was aimed at, `holds` whether that was reached; None: no goal.
+    `goal` says in words what was aimed at, `holds` whether that was reached; None: no goal. If one
+    that `must_hold` does not, the command fails.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Figure:
     theirs: float | None = None
     goal: str = ""
     holds: bool | None = None
+    must_hold: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -55,13 +59,16 @@ def run(
     measure: Callable[[argparse.Namespace], list[Figure]],
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> None:
-    """Parse the command line, measure, print a table, write JSON."""
+    """Parse the command line, measure, print a table, write JSON; fail if a figure must hold."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="less input, fewer repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     add_options(parser)
     arguments = parser.parse_args()
-    figures = measure(arguments)
+    try:
+        figures = measure(arguments)
+    except EagleRayError as error:
+        raise SystemExit(f"error: {error}") from error
     place = _place()
     made = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("figure", "ours", "", "peer", "theirs", "ratio", "goal", ""):
@@ -78,6 +85,11 @@ def run(
     if arguments.json:
         entries = [{**asdict(figure), "ratio": figure.ratio} for figure in figures]
         arguments.json.write_text(json.dumps({**place, "figures": entries}, indent=2) + "\n")
+    missed = [figure for figure in figures if figure.must_hold and figure.holds is False]
+    if missed:
+        raise SystemExit(
+            "\n".join(f"{f.name} is {_number(f.ours)} {f.unit}, must be {f.goal}" for f in missed)
+        )
 
 
 def _place() -> dict[str, Any]:

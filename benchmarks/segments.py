@@ -8,11 +8,13 @@ cores the tail is the scheduler's.
 """
 
 import argparse
+import contextlib
 import multiprocessing as mp
 import os
 import random
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.record import Figure, run
@@ -23,8 +25,18 @@ from eagleray.actors.cache.segments import SegmentStore
 
 _BUDGET = 256 << 20
 _NUM_KEYS = 1000
-_GOAL_US = 200
-_SIZES = (4096, 65_536)
+GOAL_US = 200
+SIZES = (4096, 65_536)
+
+
+@contextlib.contextmanager
+def warm_folder() -> Iterator[Path]:
+    """A store's folder in /dev/shm with values of each of SIZES."""
+    folder = Path(f"/dev/shm/{PREFIX}bench-{secrets.token_hex(8)}")
+    with contextlib.closing(SegmentStore(folder, _BUDGET)) as store:
+        for size in SIZES:
+            store.put_many([(_key(size, n), os.urandom(size)) for n in range(_NUM_KEYS)])
+        yield folder
 
 
 def latencies_us(folder: Path, size: int, count: int, method: str) -> list[float]:
@@ -45,36 +57,35 @@ def latencies_us(folder: Path, size: int, count: int, method: str) -> list[float
     return took
 
 
+def percentiles(took_us: list[float]) -> tuple[float, float]:
+    """p50 and p99."""
+    ordered = sorted(took_us)
+    return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+
+
 def _key(size: int, number: int) -> bytes:
     return digest_key(b"%d %d" % (size, number))
 
 
 def _measure(arguments: argparse.Namespace) -> list[Figure]:
-    folder = Path(f"/dev/shm/{PREFIX}bench-{secrets.token_hex(8)}")
     count = 2_000 if arguments.quick else 20_000
-    store = SegmentStore(folder, _BUDGET)
     figures = []
-    try:
-        for size in _SIZES:
-            store.put_many([(_key(size, n), os.urandom(size)) for n in range(_NUM_KEYS)])
-        with mp.get_context("spawn").Pool(4) as pool:
-            for readers in (1, 4):
-                for size in _SIZES:
-                    for method in ("get", "view"):
-                        tasks = [(folder, size, count, method)] * readers
-                        parts = pool.starmap(latencies_us, tasks, chunksize=1)
-                        name = f"{method} {size // 1024} KB, {readers} readers"
-                        figures += _figures(name, sorted(us for part in parts for us in part))
-    finally:
-        store.close()
+    with warm_folder() as folder, mp.get_context("spawn").Pool(4) as pool:
+        for readers in (1, 4):
+            for size in SIZES:
+                for method in ("get", "view"):
+                    tasks = [(folder, size, count, method)] * readers
+                    parts = pool.starmap(latencies_us, tasks, chunksize=1)
+                    name = f"{method} {size // 1024} KB, {readers} readers"
+                    figures += _figures(name, [us for part in parts for us in part])
     return figures
 
 
 def _figures(name: str, took_us: list[float]) -> list[Figure]:
-    p50, p99 = took_us[len(took_us) // 2], took_us[len(took_us) * 99 // 100]
+    p50, p99 = percentiles(took_us)
     return [
         Figure(f"{name}: p50", p50, "us"),
-        Figure(f"{name}: p99", p99, "us", goal=f"below {_GOAL_US}", holds=p99 < _GOAL_US),
+        Figure(f"{name}: p99", p99, "us", goal=f"below {GOAL_US}", holds=p99 < GOAL_US),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A Redis Cluster of our own on loopback, for tests and benchmarks: three masters, three replicas.
+"""A Redis Cluster of our own on loopback, for tests and benchmarks: three masters, with replicas.
 
 Its nodes can be killed, stopped and replaced by a port that never answers, and slots be moved
 between them while they are read.
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,24 +34,26 @@ class RedisCluster:
 
     Args:
         node_timeout_ms: A master that is silent for so long is succeeded by its replica.
+        has_replicas: One for each master.
     """
 
-    def __init__(self, node_timeout_ms: int = 1000) -> None:
+    def __init__(self, node_timeout_ms: int = 1000, *, has_replicas: bool = True) -> None:
         # In memory: a node syncs its map to a file at each change.
         self._folder = Path(tempfile.mkdtemp(prefix="eagleray-redis-cluster-", dir="/dev/shm"))
         self._node_timeout_ms = node_timeout_ms
-        self.ports = _free_ports(2 * NUM_MASTERS)
+        self.ports = _free_ports((1 + has_replicas) * NUM_MASTERS)
         self.masters = self.ports[:NUM_MASTERS]
         self.processes = {port: self._start(port) for port in self.ports}
         self.links = {port: RedisLink(f"redis://{HOST}:{port}", 10) for port in self.ports}
         self.url = f"redis-cluster://{HOST}:{self.ports[0]}"
 
-    def join(self, until: Callable[..., None]) -> None:
-        """Make one cluster: the first three own all slots, each has a replica.
+    def join(self, until: Callable[..., None] | None = None) -> None:
+        """Make one cluster: the first three own all slots, the others are their replicas.
 
         Args:
-            until: Waits for a condition: `until(condition, "what it is", timeout_s)`.
+            until: Waits for a condition: `until(condition, "what it is", timeout_s)`, else fails.
         """
+        until = until or _until
         for port in self.ports:
             until(lambda port=port: self._pings(port), f"the server at {port}", 60)
         for number, port in enumerate(self.masters):
@@ -62,7 +65,7 @@ class RedisCluster:
             self.ask(self.ports[0], "CLUSTER", "MEET", HOST, port, port + 1)
         until(lambda: all(map(self._knows_all, self.ports)), "all nodes at each node", 60)
         replicas = self.ports[NUM_MASTERS:]
-        for master, replica in zip(self.masters, replicas, strict=True):
+        for master, replica in zip(self.masters, replicas, strict=False):
             self.ask(replica, "CLUSTER", "REPLICATE", self.node_id(master))
         until(lambda: all(map(self.is_ok, self.ports)), "a cluster that is well", 60)
         until(lambda: all(map(self._is_synced, replicas)), "replicas that have caught up", 60)
@@ -177,6 +180,14 @@ class RedisCluster:
 
     def _is_synced(self, port: int) -> bool:
         return b"master_link_status:up" in self.ask(port, "INFO", "replication")
+
+
+def _until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come within {timeout_s:g} s")
+        time.sleep(0.01)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from eagleray.actors.cache.policies.adaptive_lru_k import AdaptiveLruK
 from eagleray.actors.cache.policies.lru import Lru
 from eagleray.actors.cache.policies.lru_k import LruK
 from eagleray.actors.cache.policies.no_evict import NoEvict
@@ -11,10 +12,6 @@ from eagleray.actors.cache.policies.scheduled import Scheduled
 from eagleray.actors.cache.policies.w_tinylfu import WTinyLfu
 
 PolicyName = Literal["lru-k", "lru", "s3-fifo", "w-tinylfu", "no-evict", "auto"]
-
-_MAX_HISTORY = 65_536
-# Measured on traces of the web: python -m benchmarks.eviction
-_WINDOW_SHARE = 0.1
 
 
 def make_policy(name: PolicyName, max_bytes: int, k: int = 2) -> EvictionPolicy:
@@ -30,7 +27,7 @@ def make_policy(name: PolicyName, max_bytes: int, k: int = 2) -> EvictionPolicy:
     """
     match name:
         case "lru-k":
-            return LruK(k, _MAX_HISTORY, _WINDOW_SHARE * max_bytes)
+            return AdaptiveLruK(max_bytes, k)
         case "lru":
             return Lru()
         case "s3-fifo":
@@ -45,6 +42,7 @@ def make_policy(name: PolicyName, max_bytes: int, k: int = 2) -> EvictionPolicy:
 
 
 __all__ = [
+    "AdaptiveLruK",
     "EvictionPolicy",
     "Lru",
     "LruK",

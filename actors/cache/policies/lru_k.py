@@ -18,6 +18,7 @@ how much room is held back.
 
 import heapq
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from eagleray.actors.cache.policies.policy import Residents
 
@@ -29,13 +30,21 @@ class LruK(Residents):
         k: References that decide; 1 is plain LRU.
         max_history: Keys whose references are remembered after they were removed.
         window_bytes: Room for keys on probation; 0: none are.
+        history_share: At most so many of them for each resident key; None: no such limit.
     """
 
-    def __init__(self, k: int, max_history: int, window_bytes: float = 0) -> None:
+    def __init__(
+        self,
+        k: int,
+        max_history: int,
+        window_bytes: float = 0,
+        history_share: float | None = None,
+    ) -> None:
         if k < 1 or max_history < 0:
             raise ValueError(f"k={k} must be at least 1 and max_history={max_history} at least 0")
         super().__init__()
-        self._k, self._max_history, self._window_limit = k, max_history, window_bytes
+        self._k, self._max_history = k, max_history
+        self._window_limit, self._history_share = window_bytes, history_share
         self._window: OrderedDict[bytes, None] = OrderedDict()
         self._window_bytes = 0
         self._clock = 0
@@ -79,16 +88,36 @@ class LruK(Residents):
 
     def remove(self, key: bytes) -> None:
         """Make a key not resident; its references are remembered. Unknown keys are ignored."""
+        if not self._drop(key):
+            return
+        self._retired[key] = None
+        limit: float = self._max_history
+        if self._history_share is not None:
+            limit = min(limit, self._history_share * len(self))
+        while len(self._retired) > limit:
+            forgotten, _ = self._retired.popitem(last=False)
+            del self._references[forgotten]
+
+    def adjust(self, window_bytes: float, history_share: float | None) -> None:
+        """Go on with another window and history; what is resident stays so."""
+        self._window_limit, self._history_share = window_bytes, history_share
+
+    def forget(self, is_forgotten: Callable[[bytes], bool]) -> None:
+        """Make keys not resident, and remember nothing of them."""
+        for key in [key for key in self._references if is_forgotten(key)]:
+            self._drop(key)
+            self._retired.pop(key, None)
+            del self._references[key]
+
+    def _drop(self, key: bytes) -> bool:
+        """Count a key as gone; whether it was resident."""
         size = self._release(key)
         if size is None:
-            return
+            return False
         if key in self._window:
             del self._window[key]
             self._window_bytes -= size
-        self._retired[key] = None
-        if len(self._retired) > self._max_history:
-            forgotten, _ = self._retired.popitem(last=False)
-            del self._references[forgotten]
+        return True
 
     def _rank(self, key: bytes) -> None:
         heapq.heappush(self._heap, self._entry(key))

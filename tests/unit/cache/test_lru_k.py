@@ -1,5 +1,7 @@
 """LRU-K against the definition, worked out from the full list of references."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,57 @@ def test_history_and_bookkeeping_are_bounded() -> None:
         policy.touch(b"same", 1)
     assert len(policy._references) <= 32
     assert len(policy._heap) <= 2 * len(policy) + 65
+
+
+def test_a_history_share_bounds_the_history_by_what_is_resident() -> None:
+    policy = LruK(2, max_history=1000, history_share=2)
+    for number in range(100):
+        policy.touch(b"%d" % number, 1)
+        if len(policy) > 5:
+            policy.remove(policy.victim() or b"")
+    assert len(policy._retired) == 10
+    policy.adjust(0, 0)
+    policy.remove(policy.victim() or b"")
+    assert len(policy._retired) == 0
+    assert set(policy._references) == set(policy)
+
+
+def test_after_its_window_is_adjusted_what_is_resident_stays_so() -> None:
+    policy = LruK(2, max_history=10, window_bytes=4)
+    for number in range(6):
+        policy.touch(bytes([number]), 1)
+    policy.adjust(1, None)
+    assert [policy.victim() for _ in range(2)] == [bytes([0])] * 2
+    policy.touch(bytes([6]), 1)
+    assert set(policy) == {bytes([number]) for number in range(7)}
+    order = []
+    while (victim := policy.victim()) is not None:
+        order.append(victim[0])
+        policy.remove(victim)
+    assert order == list(range(7))
+
+
+def test_forgotten_keys_are_as_if_they_had_never_come() -> None:
+    def is_forgotten(key: bytes) -> bool:
+        return key[0] % 3 == 0
+
+    draw = random.Random(2)
+    forgetful, never_knew = (LruK(2, max_history=100) for _ in range(2))
+    for _ in range(200):
+        key, is_removal = bytes([draw.randrange(12)]), draw.random() < 0.3
+        for policy in (forgetful, never_knew):
+            if policy is forgetful or not is_forgotten(key):
+                policy.remove(key) if is_removal else policy.touch(key, 1)
+    assert any(map(is_forgotten, forgetful))
+    forgetful.forget(is_forgotten)
+    for number in range(12):
+        for policy in (forgetful, never_knew):
+            policy.touch(bytes([number]), 1)
+    while (victim := forgetful.victim()) is not None:
+        assert never_knew.victim() == victim
+        for policy in (forgetful, never_knew):
+            policy.remove(victim)
+    assert never_knew.victim() is None
 
 
 @pytest.mark.parametrize(("k", "history"), [(0, 1), (1, -1)])
