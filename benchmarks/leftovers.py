@@ -15,9 +15,7 @@ import psutil
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NAMES = re.compile(
-    r"sem\.mp-[a-z0-9_]{8}"  # multiprocessing: what litdata and torch make, as all who use it
-    r"|psm_[0-9a-f]{8}"
-    r"|torch_\d+_\d+_\d+"
+    r"sem\.mp-[a-z0-9_]{8}"  # multiprocessing, which litdata uses
     # streaming/base/constant.py
     r"|\d{6}_(locals|barrier|next_epoch|cache_usage|shard_states|shard_access_times|resume"
     r"|epoch_shape|epoch_data)"
@@ -33,9 +31,11 @@ def nothing_left() -> Iterator[None]:
         yield
     finally:
         deadline = time.monotonic() + _END_S
-        while appeared := _names() - before:
-            for name in appeared - _mapped():
-                (_SHARED_MEMORY / name).unlink(missing_ok=True)
+        while appeared := _names().items() - before.items():
+            mapped = _mapped()
+            for name, file in appeared:
+                if file not in mapped:
+                    (_SHARED_MEMORY / name).unlink(missing_ok=True)
             if time.monotonic() > deadline:
                 # Somebody else's.
                 break
@@ -50,23 +50,27 @@ def end_family(pid: int) -> None:
                 child.kill()
 
 
-def _names() -> set[str]:
-    """What lies there that a peer of this user may have made."""
-    found = set()
+def _names() -> dict[str, tuple[int, int]]:
+    """What lies there that a peer of this user may have made: device and inode of each name."""
+    found = {}
     for path in _SHARED_MEMORY.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            if _NAMES.fullmatch(path.name) and path.lstat().st_uid == os.getuid():
-                found.add(path.name)
+            status = path.lstat()
+            if _NAMES.fullmatch(path.name) and status.st_uid == os.getuid():
+                found[path.name] = status.st_dev, status.st_ino
     return found
 
 
-def _mapped() -> set[str]:
-    """What processes that live have mapped of it."""
+def _mapped() -> set[tuple[int, int]]:
+    """Device and inode of what processes that live have mapped.
+
+    Not by name: whoever makes a semaphore has it mapped under another one, that it had at first.
+    """
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            for line in (process / "maps").read_text().splitlines():
-                _, _, path = line.partition(f"{_SHARED_MEMORY}/")
-                if path:
-                    found.add(path.removesuffix(" (deleted)"))
+            for line in (process / "maps").read_bytes().splitlines():
+                _, _, _, device, inode, *_ = line.split(maxsplit=5)
+                major, minor = (int(part, 16) for part in device.split(b":"))
+                found.add((os.makedev(major, minor), int(inode)))
     return found

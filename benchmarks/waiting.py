@@ -2,7 +2,8 @@
 
 A real loader over a small dataset of the State of the Union addresses. Each read of a block takes
 as long as a lognormal law of sigma 1 has it, 40 or 80 ms on average, and a step takes 50 ms; all
-times are scaled down by 10. A batch is one sample, which lies in one block, or now and then in two.
+times are scaled down by 10, so what a read costs by itself counts tenfold. A batch is one sample,
+which lies in one block, or now and then in two.
 
     D/F    batches read ahead, by so many threads; "tuned" is what the loader does by itself
     L1 E   through a cache in shared memory, which is empty before epoch 1
