@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     rounds, count = (3, 1000) if arguments.quick else (7, 4000)
     figures = [*_l1(rounds, count)]
     with tempfile.TemporaryDirectory(prefix="bench-cache-") as folder:
-        cluster = RedisCluster(Path(folder) / "redis", has_replicas=False)
+        cluster = RedisCluster(has_replicas=False)
         try:
             cluster.join()
             figures += _l2(cluster, rounds, count)

@@ -4,11 +4,10 @@
 
 Peers are measured if they are installed: `datasets` (map, with the same tokenizer), `litdata`,
 `mosaicml-streaming`, `torchdata`. Each is set up as its documentation has it for tokens on a local
-disk, with 0 and with 2 loader processes, ours with 0 and with 8 batches read ahead; of the two the
-better one counts. All give shuffled batches
-of 32 samples as int64 tensors [B, T + 1]; rounds of ours and theirs alternate, each in processes of
-its own and after 20 batches that do not count. Several ranks run side by side, and their samples
-are added. Ten minutes; with --quick two.
+disk, with 0 and with 2 loader processes, of which the better one counts; ours as it is by default.
+All give shuffled batches of 32 samples as int64 tensors [B, T + 1]; rounds of ours and theirs
+alternate, each in processes of its own and after 20 batches that do not count. Several ranks run
+side by side, and their samples are added. Ten minutes; with --quick two.
 """
 
 import argparse
@@ -195,7 +194,7 @@ def _write_mds(samples: np.ndarray, to: Path) -> None:
 def _loading(
     root: Path, dataset: Dataset, peers: list[str], num_ranks: int, rounds: int
 ) -> Iterator[Figure]:
-    ways = [("ours", 0), ("ours", 8), *((peer, n) for peer in peers for n in (0, 2))]
+    ways = [("ours", 0), *((peer, n) for peer in peers for n in (0, 2))]
     rates: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
         for way in ways:
@@ -289,9 +288,7 @@ def _opened(
     name, workers = way
     if name == "ours":
         dataset = Dataset.open(Storage(root / "learn"), digest)
-        with BatchStream(
-            dataset, _BATCH * rank[1], rank=rank[0], world_size=rank[1], prefetch_batches=workers
-        ) as stream:
+        with BatchStream(dataset, _BATCH * rank[1], rank=rank[0], world_size=rank[1]) as stream:
             yield ((torch.from_numpy(b.tokens).long() for b in stream) for _ in _forever())
         return
     if rank[1] > 1:

@@ -101,10 +101,8 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def _module_redis_cluster(
-    tmp_path_factory: pytest.TempPathFactory, until: Callable[..., None]
-) -> Iterator[RedisCluster]:
-    with _joined(RedisCluster(tmp_path_factory.mktemp("redis-cluster")), until) as cluster:
+def _module_redis_cluster(until: Callable[..., None]) -> Iterator[RedisCluster]:
+    with _joined(RedisCluster(), until) as cluster:
         yield cluster
 
 
@@ -117,15 +115,14 @@ def redis_cluster(_module_redis_cluster: RedisCluster) -> RedisCluster:
 
 @pytest.fixture
 def fragile_redis_cluster(
-    tmp_path: Path, until: Callable[..., None], request: pytest.FixtureRequest
+    until: Callable[..., None], request: pytest.FixtureRequest
 ) -> Iterator[RedisCluster]:
     """A Redis Cluster of one test, whose nodes may be killed.
 
     A replica takes over from a master that is silent for a second, or for the milliseconds of
     an indirect parameter.
     """
-    cluster = RedisCluster(tmp_path / "redis-cluster", getattr(request, "param", 1000))
-    with _joined(cluster, until):
+    with _joined(RedisCluster(getattr(request, "param", 1000)), until) as cluster:
         yield cluster
 
 

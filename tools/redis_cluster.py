@@ -6,19 +6,21 @@ between them while they are read.
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from redis.crc import key_slot
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from eagleray.actors.cache.framed_values import KEY_PREFIX
-from eagleray.actors.cache.redis_link import RedisLink
+from eagleray.actors.cache.redis_link import Command, RedisLink
 from eagleray.platform.redis_server import _binaries
 
 NUM_MASTERS = 3
@@ -31,15 +33,14 @@ class RedisCluster:
     """Servers of our own, each with a process that may be killed; `join` makes one cluster of them.
 
     Args:
-        folder: Gets the folders of the servers.
         node_timeout_ms: A master that is silent for so long is succeeded by its replica.
         has_replicas: One for each master.
     """
 
-    def __init__(
-        self, folder: Path, node_timeout_ms: int = 1000, *, has_replicas: bool = True
-    ) -> None:
-        self._folder, self._node_timeout_ms = folder, node_timeout_ms
+    def __init__(self, node_timeout_ms: int = 1000, *, has_replicas: bool = True) -> None:
+        # In memory: a node syncs its map to a file at each change.
+        self._folder = Path(tempfile.mkdtemp(prefix="eagleray-redis-cluster-", dir="/dev/shm"))
+        self._node_timeout_ms = node_timeout_ms
         self.ports = _free_ports((1 + has_replicas) * NUM_MASTERS)
         self.masters = self.ports[:NUM_MASTERS]
         self.processes = {port: self._start(port) for port in self.ports}
@@ -89,14 +90,20 @@ class RedisCluster:
         """The same, as each of the nodes that answer knows it: they learn of a change in turn."""
         return set(self._owners(key))
 
-    def move(self, slot: int, source: int, target: int) -> None:
-        """Move a slot with its keys while both nodes go on answering."""
-        self.ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
-        self.ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
-        while keys := self.ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 10):
-            self.ask(source, "MIGRATE", HOST, target, "", 0, 5000, "KEYS", *keys)
+    def move(self, source: int, target: int, slots: Sequence[int]) -> None:
+        """Move slots with their keys while both nodes go on answering."""
+
+        def set_slots(port: int, *how: str) -> None:
+            self._ask_all(port, [("CLUSTER", "SETSLOT", slot, *how) for slot in slots])
+
+        set_slots(target, "IMPORTING", self.node_id(source))
+        set_slots(source, "MIGRATING", self.node_id(target))
+        listing = [("CLUSTER", "GETKEYSINSLOT", slot, 10) for slot in slots]
+        while any(found := self._ask_all(source, listing)):
+            to = ("MIGRATE", HOST, target, "", 0, 5000, "KEYS")
+            self._ask_all(source, [(*to, *keys) for keys in found if keys])
         for port in (target, source):
-            self.ask(port, "CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
+            set_slots(port, "NODE", self.node_id(target))
 
     @contextlib.contextmanager
     def faulty(self, port: int, fault: str) -> Iterator[None]:
@@ -122,7 +129,7 @@ class RedisCluster:
             self.ask(port, "FLUSHALL")
 
     def stop(self) -> None:
-        """End all servers."""
+        """End all servers and remove what they wrote."""
         for link in self.links.values():
             link.close()
         for process in self.processes.values():
@@ -130,10 +137,11 @@ class RedisCluster:
                 process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
+        shutil.rmtree(self._folder)
 
     def _start(self, port: int) -> "subprocess.Popen[bytes]":
         folder = self._folder / str(port)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
         words = {
             "port": port, "cluster-port": port + 1, "bind": HOST, "dir": folder,
             "cluster-enabled": "yes", "cluster-node-timeout": self._node_timeout_ms,
@@ -150,6 +158,13 @@ class RedisCluster:
             return bool(self.ask(port, "PING"))
         except (RedisError, OSError):
             return False
+
+    def _ask_all(self, port: int, commands: Sequence[Command]) -> list[Any]:
+        replies = self.links[port].pipeline(commands)
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+        return replies
 
     def _owners(self, key: bytes) -> Iterator[int]:
         slot = key_slot(KEY_PREFIX + key)

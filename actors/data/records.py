@@ -9,7 +9,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from gzip import GzipFile
@@ -29,6 +29,8 @@ MAX_RECORD_BYTES = 256 * 2**20
 PACKED = (".gz", ".zst")
 _BUFFER_BYTES = 1 << 20
 _PARQUET_ROWS = 256
+_PARQUET_BYTES = 64 * 2**20
+"""Of a table so many rows or bytes are decoded at a time, whichever is less; one row at least."""
 _BOM = b"\xef\xbb\xbf"
 
 Kind = Literal["jsonl", "text", "csv", "parquet"]
@@ -116,12 +118,26 @@ def read_parquet(file: SourceFile, groups: range | None = None) -> Iterator[tupl
         before, here = sum(sizes[: groups.start]), sum(sizes[groups.start : groups.stop])
         done = 0
         columns = file.fields or None
-        for batch in table.iter_batches(_PARQUET_ROWS, row_groups=list(groups), columns=columns):
-            values = batch.to_pydict()
-            rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values())]  # noqa: B905 - columns are equally long
-            first = before + done + 1
-            yield done / max(1, here), iter([(first + i, row) for i, row in enumerate(rows)])
-            done += len(rows)
+        for group in groups:
+            num_rows = _rows_at_a_time(table.metadata.row_group(group), columns)
+            for batch in table.iter_batches(num_rows, row_groups=[group], columns=columns):
+                values = batch.to_pydict()
+                rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values())]  # noqa: B905 - columns are equally long
+                first = before + done + 1
+                yield done / max(1, here), iter([(first + i, row) for i, row in enumerate(rows)])
+                done += len(rows)
+
+
+def _rows_at_a_time(group: Any, columns: Sequence[str] | None) -> int:
+    """How many rows of a row group are decoded at a time."""
+    parts = [group.column(i) for i in range(group.num_columns)]
+    size = sum(
+        p.total_uncompressed_size
+        for p in parts
+        if columns is None or p.path_in_schema.split(".")[0] in columns
+    )
+    fitting: int = _PARQUET_BYTES * group.num_rows // max(1, size)
+    return max(1, min(_PARQUET_ROWS, fitting))
 
 
 def parquet_groups(file: SourceFile, target_bytes: int) -> Iterator[tuple[range, int]]:

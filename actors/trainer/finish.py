@@ -50,14 +50,22 @@ def finish_run(
     `register_as` is the name in the registry; None records the run without a model, as trials do.
 
     Raises:
-        RunFailedError: It has no intact checkpoint, or is to be registered and its audit is not
-            exact.
+        RunFailedError: It has no intact checkpoint, or is to be registered and has done fewer steps
+            than it was asked for, or its audit is not exact.
     """
     checkpoint, damaged = newest_intact(CheckpointFolder(storage, run_id))
     if checkpoint is None:
         reason = damaged[0].what if damaged else "none was written"
         raise RunFailedError(
             f"run {run_id} left no intact checkpoint: {reason}", f"eagleray resume {run_id}"
+        )
+    steps = config.train.steps
+    if register_as is not None and checkpoint.step < steps:
+        reason = f": {damaged[0].what}" if damaged else ""
+        raise RunFailedError(
+            f"run {run_id} has no intact checkpoint after step {checkpoint.step} of {steps}"
+            f"{reason}",
+            f"eagleray resume {run_id}",
         )
     result = audit(SampleLog(storage, run_id).chain(checkpoint.samples), dataset.sizes("train"))
     record = _record_run(storage, config, run_id, dataset, checkpoint, result)

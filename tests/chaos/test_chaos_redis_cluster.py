@@ -145,8 +145,8 @@ def test_slots_that_move_under_20000_reads_cost_neither_a_value_nor_an_error(
                 return
             home = homes[slot]
             away = next(port for port in redis_cluster.masters if port != home)
-            redis_cluster.move(slot, home, away)
-            redis_cluster.move(slot, away, home)
+            redis_cluster.move(home, away, [slot])
+            redis_cluster.move(away, home, [slot])
             num_moves += 2
 
     try:

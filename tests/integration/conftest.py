@@ -1,5 +1,6 @@
 """Real services for the integration tests."""
 
+import contextlib
 import importlib.util
 import json
 import random
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tools.stalling_proxy import StallingProxy
 
 from eagleray.actors.data import Dataset, build_dataset
 from eagleray.platform.config import DataConfig, RedisConfig
@@ -37,6 +39,13 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 def redis_server(start_redis: Callable[..., RedisServer]) -> RedisServer:
     """A Redis server of our own, with 64 MB."""
     return start_redis(max_bytes=64_000_000)
+
+
+@pytest.fixture
+def stalling_proxy(redis_server: RedisServer) -> Iterator[StallingProxy]:
+    """A proxy before `redis_server`."""
+    with contextlib.closing(StallingProxy(redis_server.url.removeprefix("unix://"))) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="session")

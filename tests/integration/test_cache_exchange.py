@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis.exceptions import RedisError
+from tools.stalling_proxy import StallingProxy
 
 from eagleray.actors.cache.exchange import exchange
 from eagleray.actors.cache.redis_link import Command, RedisLink
@@ -69,21 +70,25 @@ def test_silent_servers_are_waited_for_together_and_cost_the_others_nothing(
             link.close()
 
 
-def test_a_server_that_falls_silent_amid_its_replies_gives_none_of_them(
-    redis_server: RedisServer,
+def test_a_server_that_falls_silent_at_any_byte_of_its_replies_gives_none_of_them(
+    redis_server: RedisServer, stalling_proxy: StallingProxy
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        cut = RedisLink(f"redis://127.0.0.1:{server.getsockname()[1]}", TIMEOUT_S)
-        cut.open()
-        answering, _ = server.accept()
-        with answering:
-            answering.sendall(b"+one\r\n$100\r\nnot all of it")
-            well = RedisLink(redis_server.url, 5)
-            outcomes = exchange([(cut, [("GET", "a"), ("GET", "b")]), (well, [("ECHO", "x")])])
-            assert isinstance(outcomes[0], RedisError)
-            assert outcomes[1] == [b"x"]
-            assert not cut.is_open
-            well.close()
+    well = RedisLink(redis_server.url, 5)
+    cut = RedisLink(stalling_proxy.url, 0.02)
+    answer = b"$3\r\none\r\n$3\r\ntwo\r\n"
+    for limit in range(len(answer)):
+        stalling_proxy.limit = limit
+        first = exchange([(cut, [("ECHO", "one"), ("ECHO", "two")]), (well, [("ECHO", "x")])])
+        assert isinstance(first[0], RedisError)
+        assert first[1] == [b"x"]
+        assert not cut.is_open
+        stalling_proxy.limit = None
+        cut = RedisLink(stalling_proxy.url, 5)
+        then = exchange([(cut, [("ECHO", "three")]), (well, [("ECHO", "four")])])
+        assert then == [[b"three"], [b"four"]]
+        cut.close()
+        cut = RedisLink(stalling_proxy.url, 0.02)
+    well.close()
 
 
 def test_a_server_that_refuses_connections_fails_at_once(redis_server: RedisServer) -> None:

@@ -5,17 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from redis import Redis
+from tools.stalling_proxy import StallingProxy
 
 from eagleray.actors.cache import FeatureCache, TransformCache, open_cache
 from eagleray.actors.cache.evictor import Evictor, resident_in, unlink_in
-from eagleray.actors.cache.frame import digest_key
+from eagleray.actors.cache.frame import OVERHEAD_BYTES, digest_key
 from eagleray.actors.cache.framed_values import KEY_PREFIX
 from eagleray.actors.cache.policies import LruK
 from eagleray.actors.cache.redis_link import RedisLink
@@ -145,71 +145,30 @@ def test_answers_that_come_late_open_the_breaker_too(redis_server: RedisServer) 
     assert store.breaker.times_opened > 0
 
 
-class StallingProxy:
-    """Passes bytes on to Redis; in a connection, the answer stops after `limit` bytes."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.limit: int | None = None
-        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            redis = socket.socket(socket.AF_UNIX)
-            redis.connect(self._path)
-            threading.Thread(target=self._pass, args=(client, redis, None), daemon=True).start()
-            threading.Thread(
-                target=self._pass, args=(redis, client, self.limit), daemon=True
-            ).start()
-
-    def _pass(self, source: socket.socket, target: socket.socket, limit: int | None) -> None:
-        left = limit
-        while chunk := _received(source):
-            part = chunk if left is None else chunk[:left]
-            left = None if left is None else left - len(part)
-            try:
-                target.sendall(part)
-            except OSError:
-                return
-        target.close()
-
-
-def _received(source: socket.socket) -> bytes:
-    try:
-        return source.recv(65536)
-    except OSError:
-        return b""
-
-
 def test_a_timeout_at_any_byte_of_an_answer_never_gives_the_next_one_its_bytes(
-    redis_server: RedisServer,
+    redis_server: RedisServer, stalling_proxy: StallingProxy
 ) -> None:
-    proxy = StallingProxy(redis_server.url.removeprefix("unix://"))
-    try:
-        right(FeatureCache(RedisStore(redis_server.url, 5)), KEYS[:4])
-        answer_bytes = sum(len(value_of(key)) + 24 + 6 for key in KEYS[:2]) + 4
-        for limit in [*range(40), *range(40, answer_bytes, 17), answer_bytes - 1]:
-            store = RedisStore(proxy.url, 0.02, clock=lambda: 0.0)
-            cache = FeatureCache(store)
-            proxy.limit = limit
-            assert right(cache, KEYS[:2])
-            proxy.limit = None
-            assert store.counts.failed_calls >= 1
-            for keys in (KEYS[2:4], KEYS[:2], KEYS[1:3]):
-                assert right(cache, keys)
-            assert store.counts.damaged == 0
-            store.close()
-    finally:
-        proxy.close()
+    # Short ones, so that each byte can have its turn.
+    keys = [b"a", b"b", b"c", b"d"]
+
+    def is_right(cache: FeatureCache, keys: list[bytes]) -> bool:
+        return cache.get_or_compute_many(keys, lambda at: [keys[i] * 2 for i in at]) == [
+            key * 2 for key in keys
+        ]
+
+    assert is_right(FeatureCache(RedisStore(redis_server.url, 5)), keys)
+    frame = f"${OVERHEAD_BYTES + 2}\r\n".encode() + bytes(OVERHEAD_BYTES + 2) + b"\r\n"
+    for limit in range(len(b"*2\r\n" + 2 * frame)):
+        store = RedisStore(stalling_proxy.url, 0.02, clock=lambda: 0.0)
+        cache = FeatureCache(store)
+        stalling_proxy.limit = limit
+        assert is_right(cache, keys[:2])
+        stalling_proxy.limit = None
+        assert store.counts.failed_calls >= 1
+        for asked in (keys[2:4], keys[:2], keys[1:3]):
+            assert is_right(cache, asked)
+        assert store.counts.damaged == 0
+        store.close()
 
 
 def test_an_interrupt_between_sending_and_reading_closes_the_connection(

@@ -87,6 +87,15 @@ def own(folder: Path, talk: Connection) -> None:
     talk.recv()
 
 
+def fill(folder: Path, talk: Connection) -> None:
+    """Store one value after the other on a disk, and tell how many there are, until killed."""
+    store = SegmentStore(folder, BUDGET, SEGMENT, is_kept=True)
+    for number in range(NUM_KEYS // 3):  # They all fit.
+        store.put_many([(key_of(number), value_of(number))])
+        talk.send(number + 1)
+    talk.recv()
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., tuple[mp.Process, Connection]]]:
     """Starts processes with a pipe to each; all end with the test."""
@@ -162,6 +171,26 @@ def test_a_writer_killed_ten_times_leaves_what_others_go_on_with(
     assert (store.counts.failed, store.counts.busy) == (0, 0)
     store.close()
     assert not folder.exists()
+
+
+def test_whatever_a_process_stored_on_a_disk_before_it_was_killed_is_found_by_the_next(
+    tmp_path: Path, start: Callable[..., tuple[mp.Process, Connection]]
+) -> None:
+    process, talk = start(fill, tmp_path)
+    stored = 0
+    while stored < 40:
+        assert talk.poll(30)
+        stored = talk.recv()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    store = SegmentStore(tmp_path, BUDGET, SEGMENT, is_kept=True)
+    # It was not through with its pass, and all that it had told of is there.
+    assert store.get_many([key_of(n) for n in range(stored)]) == [
+        value_of(n) for n in range(stored)
+    ]
+    assert store.put_many([(key_of(stored), value_of(stored))]) == 1
+    store.close()
 
 
 def test_what_a_killed_owner_left_is_removed_by_the_next(

@@ -3,9 +3,11 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,19 @@ def test_rows_of_numbers_come_through_the_actor(small_rows: Dataset) -> None:
         assert np.array_equal(np.concatenate([p.labels for p in parts]), whole.labels)
 
 
+@pytest.fixture
+def hogs() -> Iterator[None]:
+    """Each core has more to do than it can."""
+    hog = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    words = [sys.executable, "-c", hog]
+    started = [subprocess.Popen(words) for _ in range(os.cpu_count() or 1)]
+    yield
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("hogs")
 def test_a_loader_that_is_killed_ten_times_gives_every_batch_as_if_it_had_not_been(
     small_dataset: Dataset,
 ) -> None:

@@ -340,6 +340,8 @@ def test_leftovers_are_swept_and_what_is_in_use_is_not(tmp_path: Path, opened: O
     left = opened(path=tmp_path / f"{PREFIX}left", is_kept=True)
     left.put_many([(key_of(1), value_of(1))])
     left.close()
+    # Whoever made an index anew was killed before it was whole.
+    (tmp_path / f"{PREFIX}left" / "index.new").write_bytes(b"half of")
     (tmp_path / f"{PREFIX}foreign").mkdir()
     assert sweep(tmp_path) == 1
     assert {path.name for path in tmp_path.iterdir()} == {f"{PREFIX}used", f"{PREFIX}foreign"}

@@ -139,6 +139,36 @@ def test_bad_and_blank_records_are_in_the_manifest(build: Build, corpus: Path) -
     assert entry["name"] == "c.jsonl"
 
 
+def test_every_record_is_counted_wherever_blanks_and_empty_files_stand(
+    build: Build, corpus: Path
+) -> None:
+    raw = corpus / "raw"
+    blank, some = '{"text": " "}\n', (raw / "a.jsonl").read_text()
+    files = {
+        "a-first": blank + some,
+        "b-last": some.replace("the", "a") + blank,
+        "c-all": 3 * blank,
+        "d-none": "",
+        "e-inside": some.replace("\n", "\n" + blank, 1).replace("of", "in"),
+    }
+    for old in raw.iterdir():
+        old.unlink()
+    for name, content in files.items():
+        (raw / f"{name}.jsonl").write_text(content)
+    dataset = build()
+    entries = {Path(entry["name"]).stem: entry for entry in dataset.manifest["sources"]}
+    kinds = ("documents", "empty", "filtered", "skipped")
+    counted = {name: sum(entry[kind] for kind in kinds) for name, entry in entries.items()}
+    assert counted == {name: len(content.splitlines()) for name, content in files.items()}
+    assert [entries[name]["empty"] for name in files] == [1, 1, 3, 0, 1]
+    # All that was kept is in one split or the other, and none of it is without a token.
+    splits = dataset.manifest["splits"].values()
+    assert sum(split["documents"] for split in splits) == sum(
+        entry["documents"] for entry in entries.values()
+    )
+    assert min(upper for split in splits for upper, _ in split["document_tokens"]) > 1
+
+
 def test_a_corpus_of_blanks_is_refused_by_path(build: Build, corpus: Path) -> None:
     (corpus / "blank.jsonl").write_text('{"text": ""}\n{"text": "\\n"}\n')
     with pytest.raises(DataError, match=r"no document with text .*blank\.jsonl: 2 empty"):

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pyarrow
@@ -252,6 +253,26 @@ def test_bad_rows_of_a_csv_file_are_named_by_their_first_line(tmp_path: Path) ->
 def test_an_empty_csv_file_has_no_records(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"")
     assert read(tmp_path, {"kind": "csv", "path": "t.csv"})[0] == []
+
+
+def test_rows_of_a_table_are_decoded_by_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_PARQUET_BYTES", 100_000)
+    draw = random.Random(1)
+    texts = [draw.randbytes(size).hex() for size in 40 * [10_000] + [300_000] + 600 * [10]]
+    table = pyarrow.Table.from_pydict({"text": texts, "unread": texts})
+    sizes = []
+    for rows in (table[:40], table[40:41], table[41:]):
+        pyarrow.parquet.write_table(rows, tmp_path / "t.parquet")
+        source = SourceConfig(kind="parquet", path="t.parquet")
+        (file,) = find_files([source], lambda path: tmp_path / path)
+        sizes.append([len(list(batch)) for _, batch in records.read_parquet(file)])
+    # 20 KB a row; one row that is more than the limit; rows so short that their number decides.
+    assert sizes[0] == 10 * [4] or sizes[0] == 8 * [5]
+    assert sizes[1:] == [[1], [256, 256, 88]]
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=30)
+    assert read(tmp_path, {"kind": "parquet", "path": "t.parquet"})[0] == texts
 
 
 def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path: Path) -> None:

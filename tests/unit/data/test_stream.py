@@ -15,6 +15,7 @@ from eagleray.actors.data import BatchStream, Dataset
 from eagleray.actors.data.loader import Loader
 from eagleray.actors.data.mixture import Mixture
 from eagleray.platform.errors import DataError
+from eagleray.platform.storage import Storage
 
 Build = Callable[..., Dataset]
 SOURCES = [{"path": "raw/a.jsonl", "domain": "a"}, {"path": "raw/b.jsonl", "domain": "b"}]
@@ -33,7 +34,6 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """Two domains, some 270 samples: of tokens, or rows of numbers."""
     from eagleray.actors.data import build_dataset
     from eagleray.platform.config import DataConfig
-    from eagleray.platform.storage import Storage
 
     folder = tmp_path_factory.mktemp("two")
     of_kind: dict[str, Any] = {"tokenizer": {"vocab_size": 300}, "seq_len": 16}
@@ -102,6 +102,109 @@ def test_any_chain_of_saves_and_resizes_gives_every_global_batch_once(
         for one in ranks:
             one.close()
     assert found == undisturbed
+
+
+# A phase ends amid an epoch and amid the run; one domain is drawn from more often than it is long.
+PHASED = MIXTURE.then(40 * BATCH, [Fraction(1), Fraction(3)], 70 * BATCH).then(
+    110 * BATCH, [Fraction(5), Fraction(2)], None
+)
+
+
+def test_a_state_of_any_of_200_steps_goes_on_with_each_sample_that_comes_next(two: Dataset) -> None:
+    num_steps, ahead = 200, 14
+    whole = take(two, num_steps + ahead, mixture=PHASED)
+    one = stream(two, mixture=PHASED)
+    running = endless(one)
+    for step in range(num_steps + 1):
+        # More than an epoch from each place, so over every end of an epoch and of a phase.
+        resumed = stream(two, mixture=PHASED)
+        resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        assert list(itertools.islice(endless(resumed), ahead)) == whole[step:][:ahead]
+        assert next(running) == whole[step]
+    assert one.epoch > 15
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_three_saves_and_loads_in_one_epoch_equal_the_uninterrupted_run(
+    two: Dataset, prefetch: int
+) -> None:
+    whole, found = take(two, 7), list[list[int]]()
+    state = stream(two).state_dict()
+    for place in (1, 3, 5, 7):
+        with stream(two, prefetch_batches=prefetch) as one:
+            # As loops do that restore after they have begun: what runs already follows.
+            running = endless(one)
+            next(running)
+            one.load_state_dict(state)
+            assert one.state_dict() == state
+            found += itertools.islice(running, place - len(found))
+            state = one.state_dict()
+            assert one.epoch == 0
+    assert found == whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_global_batches_do_not_depend_on_ranks_and_reading_ahead(
+    two: Dataset, world_size: int, prefetch: int
+) -> None:
+    assert take(two, 25, world_size=world_size, prefetch_batches=prefetch) == take(two, 25)
+
+
+@pytest.mark.parametrize("resumed_world", [3, 8])
+def test_what_four_ranks_left_of_an_epoch_is_read_by_any_number_of_them(
+    two: Dataset, resumed_world: int
+) -> None:
+    n = two.num_samples("train")
+    four = [stream(two, rank=rank, world_size=4, mixture=None) for rank in range(4)]
+    read = [i for one in four for ids in itertools.islice(endless(one), 5) for i in ids]
+    rest: list[int] = []
+    for rank in range(resumed_world):
+        one = stream(two, rank=rank, world_size=resumed_world, mixture=None)
+        one.load_state_dict(four[2].state_dict())
+        rest += [i for ids in itertools.islice(endless(one), n // BATCH - 5) for i in ids]
+    assert len(read) == len(set(read)) == 5 * BATCH
+    assert len(rest) == len(set(rest)) == (n // BATCH - 5) * BATCH
+    assert not set(read) & set(rest)
+
+
+def test_ranks_go_from_epoch_to_epoch_without_one_another(two: Dataset) -> None:
+    # One domain, so one shard, for two ranks that read ahead: none waits for the other to arrive.
+    alone = Mixture.constant([Fraction(1), Fraction(0)])
+    lengths, ids = [], []
+    for rank in range(2):
+        with stream(two, rank=rank, world_size=2, mixture=alone, prefetch_batches=3) as one:
+            epochs = [[batch.ids for batch in one] for _ in range(3)]
+        lengths.append([len(epoch) for epoch in epochs])
+        ids.append([part.tolist() for epoch in epochs for part in epoch])
+    assert lengths[0] == lengths[1]
+    merged = [first + second for first, second in zip(*ids, strict=True)]
+    assert merged == take(two, len(merged), mixture=alone)
+
+
+def test_batches_span_shards_that_are_shorter_and_fewer_than_the_ranks(
+    build: Build, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = build()
+    monkeypatch.setattr("eagleray.actors.data.split_writer.BLOCK_TOKENS", 64)
+    monkeypatch.setattr(
+        "eagleray.actors.data.shards.ShardWriter.__init__.__kwdefaults__", {"block_tokens": 64}
+    )
+    cut = build(shard_bytes=600, storage=Storage(storage.root / "cut"))
+    (short,) = cut.split("train").streams
+    assert short is not None
+    assert short.tokens_per_shard // cut.seq_len < BATCH
+    (single,) = whole.split("train").streams
+    assert single is not None
+    assert len(single.shards) < 8
+    expected = take(whole, 30, mixture=None)
+    for dataset in (whole, cut):
+        assert take(dataset, 30, mixture=None, world_size=8) == expected
+    tokens = [
+        np.concatenate([batch.tokens for batch in stream(dataset, mixture=None)])
+        for dataset in (whole, cut)
+    ]
+    assert np.array_equal(*tokens)
 
 
 @pytest.mark.parametrize("num_loaders", [1, 2, 3])
