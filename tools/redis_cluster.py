@@ -91,7 +91,11 @@ class RedisCluster:
         return set(self._owners(key))
 
     def move(self, source: int, target: int, slots: Sequence[int]) -> None:
-        """Move slots with their keys while both nodes go on answering."""
+        """Move slots with their keys while both nodes go on answering.
+
+        Returns when all masters know. A node that takes a slot before it has heard of the last
+        change gives itself too low an epoch, and the one that had the slot may claim it back.
+        """
 
         def set_slots(port: int, *how: str) -> None:
             self._ask_all(port, [("CLUSTER", "SETSLOT", slot, *how) for slot in slots])
@@ -104,6 +108,15 @@ class RedisCluster:
             self._ask_all(source, [(*to, *keys) for keys in found if keys])
         for port in (target, source):
             set_slots(port, "NODE", self.node_id(target))
+        for port in self.masters:
+            while any(self._owner_at(port, slot) != target for slot in slots):
+                time.sleep(0.001)
+
+    def is_replicated(self, port: int) -> bool:
+        """Whether the replica of a master has all that the master has now."""
+        (replica,) = self._info(port, "slave0")
+        offset = int(dict(part.split("=") for part in replica.split(","))["offset"])
+        return offset >= int(self._info(port, "master_repl_offset")[0])
 
     @contextlib.contextmanager
     def faulty(self, port: int, fault: str) -> Iterator[None]:
@@ -167,12 +180,20 @@ class RedisCluster:
         return replies
 
     def _owners(self, key: bytes) -> Iterator[int]:
-        slot = key_slot(KEY_PREFIX + key)
         for port in self.ports:
             with contextlib.suppress(RedisError, OSError):
-                for first, last, master, *_ in self.ask(port, "CLUSTER", "SLOTS"):
-                    if first <= slot <= last:
-                        yield int(master[1])
+                yield self._owner_at(port, key_slot(KEY_PREFIX + key))
+
+    def _owner_at(self, port: int, slot: int) -> int:
+        """The owner of a slot, as a node knows it; 0 if it knows of none."""
+        for first, last, master, *_ in self.ask(port, "CLUSTER", "SLOTS"):
+            if first <= slot <= last:
+                return int(master[1])
+        return 0
+
+    def _info(self, port: int, name: str) -> list[str]:
+        lines = str(self.ask(port, "INFO", "replication"), "ascii").splitlines()
+        return [line.partition(":")[2] for line in lines if line.startswith(f"{name}:")]
 
     def _knows_all(self, port: int) -> bool:
         lines = self.ask(port, "CLUSTER", "NODES").splitlines()

@@ -108,6 +108,7 @@ def test_a_master_that_fails_costs_misses_and_no_call_once_its_breaker_is_open(
         until(lambda: reader.all_hit(20), "a cache that holds it all")
         assert reader.link.counts.failed_calls == 0
         victim = cluster.owner(block_keys(dataset)[0])
+        until(lambda: cluster.is_replicated(victim), "a replica that has it all")
         counts, before = reader.link.counts, reader.loader.stats()
         with cluster.faulty(victim, fault):
             reader.read(20)

@@ -156,6 +156,7 @@ def test_a_killed_master_costs_its_keys_until_its_replica_takes_over(
 ) -> None:
     cluster, store = fragile_redis_cluster, fragile_store
     victim = cluster.owner(KEYS[0])
+    until(lambda: cluster.is_replicated(victim), "a replica that has it all")
     with cluster.faulty(victim, "kill"):
         lost = len(KEYS) - look(store)
         assert 0 < lost < len(KEYS) * 2 / 3
