@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from eagleray.actors.cache.framed_values import KEY_PREFIX
 from eagleray.actors.cache.redis_link import Command, RedisLink
-from eagleray.platform.redis_server import _binaries
+from eagleray.platform.redis_server import _LAUNCHER, _binaries
 
 NUM_MASTERS = 3
 HOST = "127.0.0.1"
@@ -94,7 +95,7 @@ class RedisCluster:
         """Move slots with their keys while both nodes go on answering.
 
         Returns when all masters know. A node that takes a slot before it has heard of the last
-        change gives itself too low an epoch, and the one that had the slot may claim it back.
+        epoch gives itself none, and whoever has that epoch may claim the slot back.
         """
 
         def set_slots(port: int, *how: str) -> None:
@@ -108,9 +109,8 @@ class RedisCluster:
             self._ask_all(source, [(*to, *keys) for keys in found if keys])
         for port in (target, source):
             set_slots(port, "NODE", self.node_id(target))
-        for port in self.masters:
-            while any(self._owner_at(port, slot) != target for slot in slots):
-                time.sleep(0.001)
+        while not self._agree(target, slots):
+            time.sleep(0.001)
 
     def is_replicated(self, port: int) -> bool:
         """Whether the replica of a master has all that the master has now."""
@@ -164,7 +164,15 @@ class RedisCluster:
         }  # fmt: skip
         options = [part for name, value in words.items() for part in (f"--{name}", str(value))]
         with (folder / "log").open("ab") as log:
-            return subprocess.Popen([next(iter(_binaries())), *options], stdout=log, stderr=log)
+            return subprocess.Popen(
+                # They end with us, even if we are killed.
+                [
+                    *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
+                    *(str(next(_binaries())), *options),
+                ],
+                stdout=log,
+                stderr=log,
+            )
 
     def _pings(self, port: int) -> bool:
         try:
@@ -182,14 +190,23 @@ class RedisCluster:
     def _owners(self, key: bytes) -> Iterator[int]:
         for port in self.ports:
             with contextlib.suppress(RedisError, OSError):
-                yield self._owner_at(port, key_slot(KEY_PREFIX + key))
+                yield from self._owners_at(port, [key_slot(KEY_PREFIX + key)])
 
-    def _owner_at(self, port: int, slot: int) -> int:
-        """The owner of a slot, as a node knows it; 0 if it knows of none."""
-        for first, last, master, *_ in self.ask(port, "CLUSTER", "SLOTS"):
-            if first <= slot <= last:
-                return int(master[1])
-        return 0
+    def _owners_at(self, port: int, slots: Sequence[int]) -> set[int]:
+        """The owners of slots, as a node knows them."""
+        ranges = self.ask(port, "CLUSTER", "SLOTS")
+        return {
+            int(master[1])
+            for first, last, master, *_ in ranges
+            if any(first <= slot <= last for slot in slots)
+        }
+
+    def _agree(self, owner: int, slots: Sequence[int]) -> bool:
+        """Whether all masters say that these slots are the owner's, and know the same epoch."""
+        owners = set().union(*(self._owners_at(port, slots) for port in self.masters))
+        told = [self.ask(port, "CLUSTER", "INFO").splitlines() for port in self.masters]
+        epochs = {line for lines in told for line in lines if b"cluster_current_epoch" in line}
+        return owners <= {owner} and len(epochs) == 1
 
     def _info(self, port: int, name: str) -> list[str]:
         lines = str(self.ask(port, "INFO", "replication"), "ascii").splitlines()
