@@ -249,14 +249,12 @@ class _Build:
         self, units: Sequence[Unit], results: Sequence[UnitResult], digests: Sequence[str]
     ) -> list[Tally]:
         """What was found in each file, which must still be the one that was hashed."""
+        of_file: list[list[Tally]] = [[] for _ in self._files]
+        for unit, result in zip(units, results, strict=True):
+            of_file[unit.file_index].append(result.tally)
         tallies = []
-        for index, (file, digest) in enumerate(zip(self._files, digests, strict=True)):
-            of_file = [
-                result.tally
-                for unit, result in zip(units, results, strict=True)
-                if unit.file_index == index
-            ]
-            tally = total(of_file, digest, NUM_EXAMPLES)
+        for file, digest, parts in zip(self._files, digests, of_file, strict=True):
+            tally = total(parts, digest, NUM_EXAMPLES)
             try:
                 size = file.path.stat().st_size
                 # A Parquet file's parts have no digests, and their sizes are those of columns.

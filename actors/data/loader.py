@@ -188,11 +188,11 @@ class Loader:
 
     def _read(self, split: Split, step: int, ids: IntArray) -> Batch:
         started = self._clock()
-        tokens = self._tokens(split, ids)
+        samples = self._samples(split, ids)
         took_s = self._clock() - started
         with self._counting:
             self._read_s += took_s
-        return Batch(step, ids, tokens, self.dataset.layout)
+        return Batch(step, ids, samples, self.dataset.layout)
 
     def _ids(self, split: Split, step: int, seed: int, mixture: Mixture) -> IntArray:
         """The sample ids of a step; those of many steps are computed together, which is cheaper."""
@@ -209,7 +209,7 @@ class Loader:
             known = self._known_ids = ((split, chunk, seed), mixture, ids)
         return known[2][place * batch_size : (place + 1) * batch_size]
 
-    def _tokens(self, split: Split, ids: IntArray) -> SampleArray:
+    def _samples(self, split: Split, ids: IntArray) -> SampleArray:
         cache = self._cache
         if cache is None:
             return self.dataset.read(split, ids)

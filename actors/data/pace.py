@@ -11,7 +11,8 @@ them lies a slack, doubled whenever a caller had to wait, and let go of while no
 import math
 
 HANDOVER_S = 0.2e-3
-"""Measured: python -m benchmarks.data, with and without reading ahead."""
+"""Measured on two cores: a batch of 32 samples from the page cache took a caller who did nothing
+else 0.17 ms to read, and 0.4 ms to be given by a thread."""
 MAX_FETCHERS = 8
 MAX_DEPTH = 64
 MAX_BYTES = 256_000_000

@@ -111,7 +111,7 @@ class ReadAhead(Generic[T]):
             self._is_closed = True
             self._work.notify_all()
         for thread in self._threads:
-            thread.join(None if self._timeout_s is None else _END_S)
+            thread.join(_END_S)
 
     def _waited_for(self, step: int) -> T | None:
         """A value that is there, or that another thread reads; None if the caller should."""
@@ -152,7 +152,7 @@ class ReadAhead(Generic[T]):
     def _read_here(self, step: int, read: Read[T], generation: int) -> T:
         try:
             value = self._timed(step, read)
-        except BaseException:
+        except BaseException:  # Also at Ctrl-C: whoever waits for this step would wait for ever.
             with self.lock:
                 self._in_hand.discard(step)
                 self._came.notify_all()

@@ -31,7 +31,8 @@ from eagleray.platform.errors import DataError
 MAX_CATEGORIES = 1_000_000
 """Names of a column; float32 has a code for each of 16 times as many."""
 
-_WHOLE_NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
+# Python refuses to convert thousands of digits.
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 
 
 class RowRecipe:

@@ -1,6 +1,7 @@
 """The section `data.features`: which columns of the records become numbers."""
 
 import math
+from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -41,7 +42,8 @@ class FeaturesConfig(Section):
     @model_validator(mode="after")
     def _names(self) -> Self:
         for where, names in (("columns", self.columns or []), ("categories", self.categories)):
-            twice = next((name for name in names if names.count(name) > 1), None)
+            counts = Counter(names)
+            twice = next((name for name in names if counts[name] > 1), None)
             if twice is not None:
                 raise ValueError(f"{where} names {twice!r} twice")
         if self.columns is None:

@@ -138,6 +138,19 @@ def test_columns_have_figures_of_the_training_rows_and_categories_of_all(build: 
     assert features.layout == (6, "class")
 
 
+def test_names_with_more_digits_than_python_converts_are_names(build: Build, folder: Path) -> None:
+    long = "7" * 5000
+    rows = records(60)
+    for number, row in enumerate(rows):
+        row["digit"] = long if number % 2 else "10"
+    write(folder / "a.jsonl", rows)
+    write(folder / "b.jsonl", [{**row, "digit": "9"} for row in records(60, seed=1)])
+    features = build().features
+    assert features is not None
+    assert features.label is not None
+    assert features.label.categories == ("10", long, "9")
+
+
 def test_a_column_whose_numbers_are_equal_is_not_divided_by_nothing(
     build: Build, folder: Path
 ) -> None:
