@@ -19,8 +19,9 @@ from eagleray.actors.data.mixing import mixer_spec, mixture_for
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.finish import finish_run
-from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
+from eagleray.actors.trainer.loop import run_loop
 from eagleray.actors.trainer.recorder import RunRecorder
+from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.config import ProjectConfig
@@ -107,8 +108,11 @@ class _Sink:
     def begin(self, attempt: int) -> Checkpoint | None:
         return self._store.begin(attempt)
 
-    def submit(self, snapshot: Snapshot) -> None:
-        self._store.submit(snapshot)
+    def renew(self, attempt: int) -> int:
+        return self._store.renew(attempt)
+
+    def submit(self, snapshot: Snapshot) -> int:
+        return self._store.submit(snapshot)
 
     def flush(self) -> None:
         self._store.flush()

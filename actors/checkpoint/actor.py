@@ -27,8 +27,11 @@ class _StoreActor:
     def begin(self, attempt: int) -> Checkpoint | None:
         return self._store.begin(attempt)
 
-    def submit(self, snapshot: Snapshot) -> None:
-        self._store.submit(snapshot)
+    def renew(self, attempt: int) -> int:
+        return self._store.renew(attempt)
+
+    def submit(self, snapshot: Snapshot) -> int:
+        return self._store.submit(snapshot)
 
     def flush(self, step: int) -> StoreStatus:
         return self._store.flush(step)

@@ -20,7 +20,7 @@ class StoreClient:
     def __init__(self, handle: Any, timeout_s: float) -> None:
         self._handle, self._timeout_s = handle, timeout_s
         self._in_flight: Any = None
-        self._step = 0
+        self._step = self._written = 0
 
     def begin(self, attempt: int) -> Checkpoint | None:
         """The state to go on from; None at the very start."""
@@ -30,8 +30,20 @@ class StoreClient:
         self._step = found.step if found else 0
         return found
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def renew(self, attempt: int) -> int:
+        """Go on with the state that the ranks hold; the newest complete snapshot's step, or 0."""
+        self._in_flight = None
+        step: int = call(
+            self._handle.renew, attempt, timeout_s=self._timeout_s, what="the newest checkpoint"
+        )
+        self._step = max(self._step, step)
+        return step
+
+    def submit(self, snapshot: Snapshot) -> int:
         """Hand in a part without waiting for storage; at most one is on its way.
+
+        Returns:
+            The newest step that was on storage when the part before was received.
 
         Raises:
             DeadlineExceededError: Storage is so slow that the one before is still waiting.
@@ -40,6 +52,7 @@ class StoreClient:
         self._settle()
         self._step = snapshot.step
         self._in_flight = self._handle.submit.remote(snapshot)
+        return self._written
 
     def flush(self) -> None:
         """Return when the newest state that was handed in, or given, is on storage.
@@ -55,5 +68,5 @@ class StoreClient:
     def _settle(self) -> None:
         if self._in_flight is not None:
             what = "the checkpoint store's receipt"
-            result(self._in_flight, timeout_s=self._timeout_s, what=what)
+            self._written = result(self._in_flight, timeout_s=self._timeout_s, what=what)
             self._in_flight = None

@@ -46,6 +46,22 @@ def load_arrays(
             optimizer.state[parameter] = state
 
 
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters and AdamW's slots, in an order that is the same on every rank.
+
+    Slots that are not there yet are made, to be filled with another rank's.
+    """
+    tensors: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        tensors += [parameter.detach(), state["step"], state["exp_avg"], state["exp_avg_sq"]]
+    return tensors
+
+
 def model_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """The model's part of a snapshot as a state_dict."""
     return {

@@ -102,11 +102,8 @@ class CheckpointStore:
         Parts of earlier attempts that come later are dropped.
         """
         with self._changed:
-            self._attempt = max(self._attempt, attempt)
-            self._generations.clear()
+            self._start(attempt)
             self._unlogged.clear()
-            # Parts that wait for room see that their attempt is over.
-            self._changed.notify_all()
             damaged: list[StorageError] = []
             if self._newest is None:
                 self._folder.remove_unfinished()
@@ -119,8 +116,25 @@ class CheckpointStore:
             self._tell("checkpoint_damaged", message=error.what)
         return found
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Take one rank's part; returns before it is on storage.
+    def renew(self, attempt: int) -> int:
+        """Start an attempt whose ranks hold a newer state than any snapshot: they lost a peer.
+
+        Returns:
+            The step of the newest complete snapshot, 0 if there is none: what its ranks hand in
+            next is to lead on from there.
+        """
+        with self._changed:
+            if self._newest is not None:
+                self._start(attempt)
+                return self._newest.step
+        found = self.begin(attempt)
+        return found.step if found else 0
+
+    def submit(self, snapshot: Snapshot) -> int:
+        """Take one rank's part; returns before it is on storage. One that is kept is dropped.
+
+        Returns:
+            The newest step on storage, 0 if this process has written none.
 
         Raises:
             DeadlineExceededError: Storage is so slow that the queue stayed full.
@@ -133,15 +147,16 @@ class CheckpointStore:
                 lambda: len(self._queue) < _MAX_PENDING or snapshot.attempt != self._attempt,
                 "take a snapshot",
             )
-            if snapshot.attempt != self._attempt:
+            is_kept = self._newest is not None and snapshot.step <= self._newest.step
+            if snapshot.attempt != self._attempt or is_kept:
                 self._count(dropped=1)
-                return
+                return self._status.newest_step
             generation = self._generations.setdefault(snapshot.step, _Generation(snapshot.attempt))
             generation.parts[snapshot.rank] = snapshot
-            if not generation.is_complete():
-                return
-            del self._generations[snapshot.step]
-            self._accept(generation)
+            if generation.is_complete():
+                del self._generations[snapshot.step]
+                self._accept(generation)
+            return self._status.newest_step
 
     def flush(self, step: int = 0) -> StoreStatus:
         """Wait until all complete snapshots are on storage, that of `step` among them.
@@ -173,6 +188,12 @@ class CheckpointStore:
             self._closed = True
             self._changed.notify_all()
         self._writer.join(self._config.write_timeout_s)
+
+    def _start(self, attempt: int) -> None:
+        self._attempt = max(self._attempt, attempt)
+        self._generations.clear()
+        # Parts that wait for room see that their attempt is over.
+        self._changed.notify_all()
 
     def _accept(self, generation: _Generation) -> None:
         ordered = [generation.parts[rank] for rank in sorted(generation.parts)]

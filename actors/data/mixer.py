@@ -85,69 +85,96 @@ class Mixer:
         }
 
     def add(self, domain_B: IntArray, loss_B: FloatArray, tokens: int) -> None:
-        """Count one step's losses.
+        """Count one step's losses; see `sums_with`."""
+        self._sums_2D = self.sums_with(domain_B, loss_B, tokens)
+
+    def sums_with(self, domain_B: IntArray, loss_B: FloatArray, tokens: int) -> IntArray:
+        """`sums` and one step's losses, which are not counted yet: `set_sums` does.
 
         Args:
             domain_B: Domain of each sample.
             loss_B: Mean loss of each sample, in nats per token.
             tokens: Tokens of each sample.
         """
+        sums_2D = self._sums_2D.copy()
         units_B = np.rint(loss_B * (tokens * _UNITS_PER_NAT)).astype(np.int64)
-        np.add.at(self._sums_2D[0], domain_B, units_B)
-        np.add.at(self._sums_2D[1], domain_B, tokens)
+        np.add.at(sums_2D[0], domain_B, units_B)
+        np.add.at(sums_2D[1], domain_B, tokens)
+        return sums_2D
+
+    def decisions_due(self, done: int) -> int:
+        """How often it must have decided when all is done that is due after `done` steps."""
+        return done // self._config.every_steps
 
     def is_due(self, done: int) -> bool:
         """Whether an interval ends with `done` steps."""
         return done % self._config.every_steps == 0
 
+    @property
+    def decisions(self) -> int:
+        """Intervals whose losses have decided."""
+        return self._decisions
+
     def sums(self) -> IntArray:
-        """Loss and tokens of each domain since the interval began, int64 [2, D]; forgets them.
+        """Loss and tokens of each domain since the interval began, int64 [2, D].
 
-        To be added over all ranks, and given back to rank 0: to `decide` at the end of an interval,
-        else to `keep`.
+        To be added over all ranks for a decision, and for a state that is to be kept.
         """
-        sums, self._sums_2D = self._sums_2D, np.zeros_like(self._sums_2D)
-        return sums
+        return self._sums_2D.copy()
 
-    def keep(self, sums: IntArray) -> None:
-        """Take all ranks' sums of an interval that goes on."""
-        self._sums_2D = self._sums_2D + sums
+    def set_sums(self, sums: IntArray) -> None:
+        """Take over what another process has counted since the interval began."""
+        self._sums_2D = sums.copy()
 
-    def decide(self, sums: IntArray) -> None:
-        """Choose the weights of the interval after the next from all ranks' sums."""
+    def decision(self, sums: IntArray) -> FloatArray:
+        """Choose the weights of the interval after the next; nothing changes before `apply`.
+
+        Args:
+            sums: Of all ranks, int64 [2, D].
+
+        Returns:
+            float64 [4, D] for all ranks: weights, rewards, losses (NaN: nothing was drawn), and
+            the weights in whole samples of a period.
+        """
         loss_D, tokens_D = sums[0] / _UNITS_PER_NAT, sums[1]
-        self._decisions += 1
         # A domain that the interval did not draw from keeps what is known of it.
         seen_D = tokens_D > 0
         mean_D = np.divide(loss_D, tokens_D, out=np.zeros_like(loss_D), where=seen_D)
-        self._losses = np.where(seen_D, mean_D, np.nan)
+        rewards_D = self._rewards
         if isinstance(self._config, DoremiMixtureConfig):
-            weights = self._doremi(mean_D, seen_D, self._config)
+            weights_D = self._doremi(mean_D, seen_D, self._config)
         else:
-            weights = self._bandit(mean_D, seen_D, self._config)
-        self._weights = np.array(_floored(weights.tolist(), self._config.floor))
+            weights_D, rewards_D = self._bandit(mean_D, seen_D, self._config)
+        weights = _floored(weights_D.tolist(), self._config.floor)
+        quotas = quotas_of(_fractions(weights), min(self._per_interval, MAX_PERIOD))
+        losses_D = np.where(seen_D, mean_D, np.nan)
+        return np.array([weights, rewards_D, losses_D, quotas], dtype=np.float64)
 
-    def quotas(self) -> list[int]:
-        """The last decision in whole samples of a period, as rank 0 sends it to the others."""
-        weights = _fractions(self._weights.tolist())
-        return list(quotas_of(weights, min(self._per_interval, MAX_PERIOD)))
-
-    def apply(self, quotas: Sequence[int]) -> None:
-        """Extend the mixture by an interval of these quotas; every rank does."""
+    def apply(self, decision: FloatArray) -> None:
+        """Extend the mixture by the interval that rank 0 decided; every rank does."""
+        self._weights, self._rewards, self._losses = (row.copy() for row in decision[:3])
+        self._decisions += 1
+        self._sums_2D = np.zeros_like(self._sums_2D)
         first = self._next_first()
-        extended = self.mixture.then(first, [Fraction(q) for q in quotas], self._per_interval)
+        quotas = [Fraction(int(quota)) for quota in decision[3]]
+        extended = self.mixture.then(first, quotas, self._per_interval)
         # A segment counts what came before it, so that what is behind the loaders can go.
         kept = extended.since(max(0, first - 2 * self._per_interval))
         self.mixture = kept.until(first + self._per_interval)
 
-    def state(self) -> dict[str, Any]:
-        """Plain values; floats keep all their bits in JSON."""
+    def state(self, sums: IntArray) -> dict[str, Any]:
+        """Plain values; floats keep all their bits in JSON.
+
+        Args:
+            sums: Of all ranks.
+        """
         return {
             "mixture": self.mixture.state(),
             "weights": self._weights.tolist(),
             "rewards": self._rewards.tolist(),
+            "losses": [None if math.isnan(loss) else loss for loss in self._losses.tolist()],
             "decisions": self._decisions,
-            "sums": self._sums_2D.tolist(),
+            "sums": sums.tolist(),
         }
 
     def load_state(self, state: Mapping[str, Any], *, is_first: bool) -> None:
@@ -155,6 +182,9 @@ class Mixer:
         self.mixture = Mixture.from_state(state["mixture"])
         self._weights = np.array(state["weights"])
         self._rewards = np.array(state["rewards"])
+        # Earlier versions did not keep them.
+        losses = state.get("losses") or [None] * len(self._losses)
+        self._losses = np.array([math.nan if loss is None else loss for loss in losses])
         self._decisions = int(state["decisions"])
         sums = np.array(state["sums"], dtype=np.int64)
         self._sums_2D = sums if is_first else np.zeros_like(sums)
@@ -177,10 +207,10 @@ class Mixer:
 
     def _bandit(
         self, mean_D: FloatArray, seen_D: npt.NDArray[np.bool_], config: BanditMixtureConfig
-    ) -> FloatArray:
-        num_domains, turn = len(mean_D), self._decisions
+    ) -> tuple[FloatArray, FloatArray]:
+        num_domains, turn = len(mean_D), self._decisions + 1
         blended = config.decay * self._rewards + (1 - config.decay) * mean_D
-        self._rewards = np.where(seen_D, mean_D if turn == 1 else blended, self._rewards)
+        rewards_D = np.where(seen_D, mean_D if turn == 1 else blended, self._rewards)
 
         def explored(decisions: int) -> float:
             return min(
@@ -188,10 +218,10 @@ class Mixer:
             )
 
         before, now = explored(max(1, turn - 1)), explored(turn)
-        exponents = before * self._rewards / config.temperature
+        exponents = before * rewards_D / config.temperature
         soft: FloatArray = np.exp(exponents - exponents.max())
         mixed: FloatArray = (1 - num_domains * now) * _normalized(soft) + now
-        return mixed
+        return mixed, rewards_D
 
 
 def _normalized(values: FloatArray) -> FloatArray:

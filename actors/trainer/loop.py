@@ -3,28 +3,51 @@
 It knows neither Ray nor how its seams are reached, so it runs as well inside a sweep's trial or a
 test as on many machines. Life of a step: docs/architecture.md#life-of-a-training-step.
     W = ranks, B = sequences of one rank in the global batch, T = tokens per sequence.
+
+A step is *applied* when the optimizer has changed the weights, and *settled* when all that is due
+after it has been done: the mixture's decision, evaluation, figures, snapshot. A lost peer is met
+inside a collective, so what a rank holds then is the state after its last applied step, whole; its
+ranks come together again at the newest state that any of them holds, and settle it once more. All
+that is due can therefore be done twice, or begun and not ended, without a trace.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from eagleray.actors.checkpoint.snapshot import load_arrays, take_arrays
+from eagleray.actors.checkpoint.snapshot import load_arrays, optimizer_tensors, take_arrays
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
-from eagleray.actors.data.mixer import Mixer, MixerSpec
-from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.data.mixer import Mixer
 from eagleray.actors.data.order import domains_of
+from eagleray.actors.trainer.collectives import (
+    PeerLostError,
+    array_from,
+    from_rank_zero,
+    over_ranks,
+    share,
+    sums_over_ranks,
+    values_from,
+)
+from eagleray.actors.trainer.journal import Entry, StepJournal
+from eagleray.actors.trainer.schedule import learning_rate
+from eagleray.actors.trainer.seams import (
+    BatchSource,
+    Bond,
+    LoopSpec,
+    Reporter,
+    Seat,
+    SnapshotSink,
+    Standing,
+)
 from eagleray.actors.trainer.step_row import StepRow
-from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper
-from eagleray.platform.config import TrainConfig
+from eagleray.actors.trainer.stepper import Losses, NonFiniteLossError, Stepper
 from eagleray.platform.errors import ServiceError
-from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 
 _PEAK_SIZE = 768
@@ -32,85 +55,25 @@ _PEAK_ROUNDS = 12
 _MAX_SEED = 2**63
 
 
-class RankBatch(Protocol):
-    """This rank's part of one global batch."""
-
-    @property
-    def ids(self) -> np.ndarray:
-        """int64 [B]."""
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int32 [B, T + 1]."""
-
-
-class BatchSource(Protocol):
-    """Hands out batches; any step may be asked for, in any order, and answers alike each time."""
-
-    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> RankBatch:
-        """This rank's part of a step's global batch, drawn by `mixture` if there is one."""
-
-    def eval_batch(self, index: int) -> np.ndarray:
-        """Held-out tokens int32 [B, T + 1]; the same for the same index."""
-
-
-class SnapshotSink(Protocol):
-    """Takes snapshots, and gives back the newest complete one."""
-
-    def begin(self, attempt: int) -> Checkpoint | None:
-        """The state to go on from."""
-
-    def submit(self, snapshot: Snapshot) -> None:
-        """Take this rank's part; may return before it is kept."""
-
-    def flush(self) -> None:
-        """Return when the newest state, submitted or given by `begin`, is on storage."""
-
-
-class Reporter(Protocol):
-    """Hears what a worker does."""
-
-    def begin(self, rank: int, world_size: int) -> int:
-        """Rank 0 starts an attempt; its number, from 1."""
-
-    def join(self, attempt: int, rank: int) -> None:
-        """Every rank takes part in the attempt."""
-
-    def report(self, row: StepRow) -> str | None:
-        """Take one row of figures; a reason if training is to stop after this step."""
+class StateLostError(RuntimeError):
+    """What a dead rank alone knew is gone: the ranks go on from a snapshot."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Which worker of how many this is."""
-
-    rank: int = 0
-    world_size: int = 1
-
-
-@dataclass(frozen=True)
-class LoopSpec:
-    """What to train."""
-
-    train: TrainConfig
-    model: DecoderConfig
-    seq_len: int
-    mixer: MixerSpec | None = None
-    """What decides the domains' weights on the way; None: they are known beforehand."""
-
-
-@dataclass
 class _Window:
-    """Sums since the last row."""
+    """Sums of one rank since the last row."""
 
-    started: float
-    steps: int = 0
+    began: float
     loss_sum: float = 0.0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def plus(self, loss_sum: float, tokens: int) -> "_Window":
+        return replace(self, loss_sum=self.loss_sum + loss_sum, tokens=self.tokens + tokens)
+
+    def spent(self, name: str, seconds: float) -> "_Window":
+        total = self.seconds.get(name, 0.0) + seconds
+        return replace(self, seconds={**self.seconds, name: total})
 
 
 def run_loop(
@@ -121,147 +84,331 @@ def run_loop(
     reporter: Reporter,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Train from the newest complete snapshot to the last step.
+    """Train from the newest complete snapshot to the last step; see `RankTrainer.run`."""
+    return RankTrainer(spec, clock).run(seat, source, sink, reporter)
 
-    Every rank of the group calls it; with more than one, the default process group must exist.
 
-    Returns:
-        The number of steps that the final weights have seen.
+class RankTrainer:
+    """One rank's training. Its state stays between runs, until another snapshot is taken up.
 
-    Raises:
-        NonFiniteLossError: A loss or gradient is not finite.
-        ServiceError: The ranks were given different states to go on from.
+    Args:
+        spec: What to train.
+        clock: Seconds.
     """
-    train = spec.train
-    torch.set_num_threads(train.threads_per_worker)
-    model = Decoder(spec.model)
-    model.init_weights(torch.Generator().manual_seed(train.seed))
-    model.to(train.device)
-    stepper = Stepper(model, train, seat.world_size, clock)
-    peak = _over_ranks([measure_peak_flops(train.device)], seat)[0]
 
-    attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
-    attempt = _from_rank_zero(attempt, seat)
-    reporter.join(attempt, seat.rank)
-    restored = sink.begin(attempt)
-    start = restored.step if restored else 0
-    _agree(start, seat)
-    # The stream of a rank depends on nothing but the seed and the rank, at a resize too.
-    torch.manual_seed((train.seed * 1_000_003 + seat.rank) % _MAX_SEED)
-    if restored:
-        _restore(restored, seat, model, stepper)
-    mixer = _mixer(spec, restored, seat)
+    def __init__(self, spec: LoopSpec, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._spec, self._clock = spec, clock
+        train = spec.train
+        torch.set_num_threads(train.threads_per_worker)
+        self._model = Decoder(spec.model).to(train.device)
+        self._stepper = Stepper(self._model, train, 1, clock)
+        self._own_peak = measure_peak_flops(train.device, clock)
+        self._paused = threading.Event()
+        self._journal: StepJournal | None = None
+        self._seat, self._attempt, self._peak = Seat(), 0, 0.0
+        self._begin_anew()
 
-    samples: list[np.ndarray] = []
-    first_step = start
-    evaluated: dict[int, float] = {}  # step -> held-out loss
-    window = _Window(clock())
-    # What the mixer decided since the last row, and by which losses.
-    decided: tuple[dict[str, float] | None, dict[str, float | None] | None] = (None, None)
-    for step in range(start, train.steps):
-        asked = clock()
-        mixture = mixer.mixture.since(step * train.batch_size) if mixer else None
+    def _begin_anew(self) -> None:
+        fresh = Decoder(self._spec.model)
+        fresh.init_weights(torch.Generator().manual_seed(self._spec.train.seed))
+        self._model.load_state_dict(fresh.state_dict())
+        self._stepper.reset()
+        self._mixer = (
+            Mixer(self._spec.mixer, self._spec.train.batch_size) if self._spec.mixer else None
+        )
+        self._applied = self._settled = self._logged = 0
+        self._ids: dict[int, np.ndarray] = {}  # step -> what was read, since the last snapshot
+        self._window = _Window(self._clock())
+        self._next_window: _Window | None = None
+        self._has_decided = False  # since the last row
+        self._grad_norm = 0.0
+        self._eval_loss: tuple[int, float] | None = None  # step, held-out loss
+        self._is_new = True
+
+    def warm_up(self) -> None:
+        """Take a step on nothing and forget it, so that the first real one loads nothing more."""
+        train = self._spec.train
+        rows = min(train.micro_batch_size, train.batch_size)
+        tokens = np.zeros((rows, self._spec.seq_len + 1), dtype=np.int32)
+        self._stepper.step(0, tokens)
+        self._begin_anew()
+
+    @property
+    def standing(self) -> Standing:
+        """How far it has come; not while it runs."""
+        decisions = self._mixer.decisions if self._mixer else 0
+        return Standing(self._applied, decisions, self._settled)
+
+    def pause(self) -> None:
+        """Let `run` raise PeerLostError before its next step; from any thread."""
+        self._paused.set()
+
+    def run(
+        self,
+        seat: Seat,
+        source: BatchSource,
+        sink: SnapshotSink,
+        reporter: Reporter,
+        bond: Bond | None = None,
+        journal: StepJournal | None = None,
+        inherited: StepJournal | None = None,
+    ) -> int:
+        """Train to the last step.
+
+        Every rank of the group calls it; with more than one, the default process group must exist.
+
+        Args:
+            seat: Of this rank.
+            source: Of its batches.
+            sink: Of its snapshots.
+            reporter: Hears of figures.
+            bond: How to go on without a snapshot; None: from the newest complete one.
+            journal: Where to note what nobody else knows.
+            inherited: That of the rank whose place this one takes, if it died.
+
+        Returns:
+            The number of steps that the final weights have seen.
+
+        Raises:
+            NonFiniteLossError: A loss or gradient is not finite.
+            ServiceError: The ranks were given different states to go on from.
+            PeerLostError: Another rank is gone; run again, with what is left.
+            StateLostError: The bond cannot be made.
+        """
+        self._paused.clear()
+        self._seat, self._journal = seat, journal
+        self._stepper.span(seat.world_size)
+        attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
+        self._attempt = from_rank_zero(attempt, seat)
+        reporter.join(self._attempt, seat.rank)
+        if bond is None:
+            self._take_up(sink.begin(self._attempt))
+            self._peak = over_ranks([self._own_peak], seat)[0]
+        else:
+            newest = sink.renew(self._attempt) if seat.rank == 0 else 0
+            self._rejoin(bond, inherited or journal, from_rank_zero(newest, seat))
+        if journal is not None:
+            for step, ids in self._ids.items():
+                journal.keep_ids(step, ids)
+            self._note(self._applied, self._window, self._mixer.sums() if self._mixer else None)
+        return self._train(source, sink, reporter)
+
+    def drop(self) -> None:
+        """Forget the step that was interrupted, once the group is down."""
+        self._stepper.drop()
+
+    def _train(self, source: BatchSource, sink: SnapshotSink, reporter: Reporter) -> int:
+        is_over = self._settled < self._applied and self._settle(source, sink, reporter)
+        while not is_over and self._applied < self._spec.train.steps:
+            if self._paused.is_set():
+                raise PeerLostError("training is paused")
+            self._step(source)
+            is_over = self._settle(source, sink, reporter)
+        # Also if nothing was left to do: the state may be in the store's memory alone.
+        sink.flush()
+        return self._applied
+
+    def _step(self, source: BatchSource) -> None:
+        step, seat, mixer = self._applied, self._seat, self._mixer
+        if self._next_window is not None:
+            self._window, self._next_window = self._next_window, None
+            self._has_decided = False
+        self._is_new = False
+        asked = self._clock()
+        mixture = mixer.mixture.since(step * self._spec.train.batch_size) if mixer else None
         batch = source.batch(step, seat.rank, seat.world_size, mixture)
-        window.add("data", clock() - asked)
-        result = stepper.step(step, batch.tokens, wants_losses=mixer is not None)
-        samples.append(batch.ids)
-        if mixer and result.loss_B is not None:
-            mixer.add(domains_of(batch.ids, mixer.sizes), result.loss_B, spec.seq_len)
-        window.steps += 1
-        window.loss_sum += result.loss_sum
-        window.tokens += result.tokens
-        window.add("compute", result.compute_s)
-        window.add("communication", result.communication_s)
-        done = step + 1
+        window = self._window.spent("data", self._clock() - asked)
+        sums: np.ndarray | None = None
+
+        def note(losses: Losses) -> None:
+            nonlocal window, sums
+            window = window.plus(losses.loss_sum, losses.tokens)
+            if mixer and losses.loss_B is not None:
+                domain_B = domains_of(batch.ids, mixer.sizes)
+                sums = mixer.sums_with(domain_B, losses.loss_B, self._spec.seq_len)
+            self._note(step + 1, window, sums, batch.ids)
+
+        result = self._stepper.step(step, batch.tokens, note, wants_losses=mixer is not None)
+        self._applied = step + 1
+        self._ids[step] = batch.ids
+        self._grad_norm = result.grad_norm
+        if mixer and sums is not None:
+            mixer.set_sums(sums)
+        window = window.spent("compute", result.compute_s)
+        self._window = window.spent("communication", result.communication_s)
+
+    def _settle(self, source: BatchSource, sink: SnapshotSink, reporter: Reporter) -> bool:
+        """Do what is due after the last applied step; whether training ends with it."""
+        done, seat, train = self._applied, self._seat, self._spec.train
         is_last = done == train.steps
-        if mixer and mixer.is_due(done):
-            _decide(mixer, seat)
-            decided = mixer.weights, mixer.losses
-        if is_last or done % train.eval.every_steps == 0:
-            begun = clock()
-            evaluated[done] = _evaluate(stepper, source, train.eval.num_batches, seat)
-            window.add("eval", clock() - begun)
-            # A figure that is no number can neither be recorded nor compared.
-            if not math.isfinite(evaluated[done]):
-                raise NonFiniteLossError(step, "the held-out loss", evaluated[done])
-        stop = None
-        if is_last or done in evaluated or done % train.log_every_steps == 0:
-            loss_sum, tokens = _over_ranks([window.loss_sum, float(window.tokens)], seat)
-            elapsed = clock() - window.started
-            # Evaluation and checkpoints count as time that trained nothing.
-            flops = spec.model.flops_per_token(spec.seq_len) * tokens
-            row = StepRow(
-                attempt, done, loss_sum / tokens, result.grad_norm, result.lr, tokens / elapsed,
-                flops / elapsed / peak, **_seconds(window),
-                eval_loss=evaluated.get(done), weights=decided[0], domain_losses=decided[1],
-            )  # fmt: skip
+        if self._mixer and self._mixer.decisions < self._mixer.decisions_due(done):
+            self._decide(self._mixer)
+        if self._is_eval_due(done) and not (self._eval_loss and self._eval_loss[0] == done):
+            self._evaluate(source)
+        if self._is_row_due(done):
+            row = self._row()
             stop = reporter.report(row) if seat.rank == 0 else None
-            is_last = is_last or bool(_from_rank_zero(int(stop is not None), seat))
-            window, decided = _Window(clock()), (None, None)
-        if is_last or done % train.checkpoint.every_steps == 0:
-            begun = clock()
-            arrays = take_arrays(model, stepper.optimizer) if seat.rank == 0 else {}
-            arrays[_rng_name(seat.rank)] = torch.get_rng_state().numpy().copy()
-            meta: dict[str, Any] = {"eval_loss": evaluated[done]} if done in evaluated else {}
-            if mixer:
-                _gather(mixer, seat)
-                meta["mixer"] = mixer.state()
-            sink.submit(
-                Snapshot(
-                    done,
-                    attempt,
-                    seat.rank,
-                    seat.world_size,
-                    arrays,
-                    np.stack(samples),
-                    first_step,
-                    meta,
-                )
+            is_last = bool(from_rank_zero(int(stop is not None), seat)) or is_last
+            self._next_window = _Window(self._clock())
+        if (is_last or done % train.checkpoint.every_steps == 0) and self._logged < done:
+            begun = self._clock()
+            self._submit(sink)
+            # It counts as time that trained nothing.
+            took = self._clock() - begun
+            if self._next_window is not None:
+                self._next_window = self._next_window.spent("checkpoint", took)
+            else:
+                self._window = self._window.spent("checkpoint", took)
+        self._settled = done
+        return is_last
+
+    def _decide(self, mixer: Mixer) -> None:
+        """Let rank 0 choose the next weights from the losses of all ranks, and tell the others."""
+        sums = sums_over_ranks(mixer.sums(), self._seat)
+        mixer.apply(array_from(mixer.decision(sums), 0, self._seat))
+        self._has_decided = True
+
+    def _evaluate(self, source: BatchSource) -> None:
+        begun, seat = self._clock(), self._seat
+        total, count = 0.0, 0
+        for index in range(seat.rank, self._spec.train.eval.num_batches, seat.world_size):
+            loss_sum, tokens = self._stepper.evaluate(source.eval_batch(index))
+            total, count = total + loss_sum, count + tokens
+        total, tokens_seen = over_ranks([total, float(count)], seat)
+        loss = total / tokens_seen
+        # A figure that is no number can neither be recorded nor compared.
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(self._applied - 1, "the held-out loss", loss)
+        self._eval_loss = self._applied, loss
+        self._window = self._window.spent("eval", self._clock() - begun)
+
+    def _row(self) -> StepRow:
+        train, window, mixer = self._spec.train, self._window, self._mixer
+        done = self._applied
+        loss_sum, tokens = over_ranks([window.loss_sum, float(window.tokens)], self._seat)
+        elapsed = self._clock() - window.began
+        flops = self._spec.model.flops_per_token(self._spec.seq_len) * tokens
+        names = ("data", "compute", "communication", "checkpoint", "eval")
+        seconds = {f"{name}_s": window.seconds.get(name, 0.0) for name in names}
+        lr = learning_rate(done - 1, train.steps, train.optimizer.lr, train.schedule)
+        return StepRow(
+            self._attempt, done, loss_sum / tokens, self._grad_norm, lr, tokens / elapsed,
+            flops / elapsed / self._peak, **seconds, eval_loss=self._eval_loss_at(done),
+            weights=mixer.weights if mixer and self._has_decided else None,
+            domain_losses=mixer.losses if mixer and self._has_decided else None,
+        )  # fmt: skip
+
+    def _submit(self, sink: SnapshotSink) -> None:
+        done, seat = self._applied, self._seat
+        arrays = take_arrays(self._model, self._stepper.optimizer) if seat.rank == 0 else {}
+        arrays[_rng_name(seat.rank)] = torch.get_rng_state().numpy().copy()
+        loss = self._eval_loss_at(done)
+        meta: dict[str, Any] = {} if loss is None else {"eval_loss": loss}
+        if self._mixer:
+            meta["mixer"] = self._mixer.state(sums_over_ranks(self._mixer.sums(), seat))
+        samples = np.stack([self._ids[step] for step in range(self._logged, done)])
+        complete = sink.submit(
+            Snapshot(
+                done, self._attempt, seat.rank, seat.world_size, arrays, samples, self._logged, meta
             )
-            samples, first_step = [], done
-            window.add("checkpoint", clock() - begun)
-        if is_last:
-            sink.flush()
-            return done
-    # The attempt before died after its last step: its state may be in the store's memory alone.
-    sink.flush()
-    return start
+        )
+        self._logged = done
+        # Until its snapshot is complete, a step may have to be handed in again.
+        self._ids = {step: ids for step, ids in self._ids.items() if step >= complete}
 
+    def _take_up(self, checkpoint: Checkpoint | None) -> None:
+        """Go on from a snapshot; from the beginning without one."""
+        start = checkpoint.step if checkpoint else 0
+        self._agree(start)
+        if not self._is_new:
+            self._begin_anew()
+        seed, rank = self._spec.train.seed, self._seat.rank
+        # The stream of a rank depends on nothing but the seed and the rank, at a resize too.
+        torch.manual_seed((seed * 1_000_003 + rank) % _MAX_SEED)
+        self._window = _Window(self._clock())
+        if checkpoint is None:
+            return
+        self._is_new = False
+        load_arrays(checkpoint.arrays, self._model, self._stepper.optimizer)
+        state = checkpoint.arrays.get(_rng_name(rank))
+        if state is not None and checkpoint.meta.get("world_size") == self._seat.world_size:
+            torch.set_rng_state(torch.from_numpy(np.array(state, copy=True)))
+        if self._mixer:
+            self._mixer.load_state(checkpoint.meta["mixer"], is_first=rank == 0)
+        self._applied = self._settled = self._logged = start
 
-def _mixer(spec: LoopSpec, restored: Checkpoint | None, seat: Seat) -> Mixer | None:
-    if spec.mixer is None:
-        return None
-    mixer = Mixer(spec.mixer, spec.train.batch_size)
-    if restored:
-        mixer.load_state(restored.meta["mixer"], is_first=seat.rank == 0)
-    return mixer
+    def _agree(self, start: int) -> None:
+        """Refuse to train from states of different steps, as from a store that died between."""
+        lead = from_rank_zero(start, self._seat)
+        if lead != start:
+            raise ServiceError(
+                f"rank {self._seat.rank} was given the state after step {start}, rank 0 that after "
+                f"{lead}: the checkpoint store was restarted in between",
+                "the next attempt starts from one state",
+            )
 
+    def _rejoin(self, bond: Bond, known: StepJournal | None, newest: int) -> None:
+        """Go on from the newest state that a rank holds.
 
-def _decide(mixer: Mixer, seat: Seat) -> None:
-    """Let rank 0 choose the next weights from the losses of all ranks, and tell the others."""
-    sums = _sums_over_ranks(mixer.sums(), seat)
-    quotas = [0] * len(mixer.sizes)
-    if seat.rank == 0:
-        mixer.decide(sums)
-        quotas = mixer.quotas()
-    # The others add zeros.
-    mixer.apply(_sums_over_ranks(np.array(quotas, dtype=np.int64), seat).tolist())
+        Args:
+            bond: Which, and whose.
+            known: The journal of who sat here.
+            newest: Step of the newest complete snapshot.
+        """
+        entry = known.entry(bond.done) if known else None
+        ids = known.ids(newest, bond.done) if known else None
+        is_lost = over_ranks([float(entry is None or ids is None)], self._seat)[0] > 0
+        if is_lost or entry is None or ids is None:
+            raise StateLostError(f"a dead rank's journal of step {bond.done} is gone")
+        if not bond.done:
+            self._begin_anew()
+        elif bond.is_shared:
+            share(optimizer_tensors(self._model, self._stepper.optimizer), bond.source)
+        common = values_from(self._common(), bond.source, self._seat)
+        torch.set_rng_state(torch.from_numpy(np.frombuffer(entry.rng, dtype=np.uint8).copy()))
+        self._is_new = False
+        self._applied, self._settled, self._logged = bond.done, bond.settled, newest
+        self._ids = ids
+        self._eval_loss = tuple(common["eval_loss"]) if common["eval_loss"] else None
+        self._grad_norm, self._peak = common["grad_norm"], common["peak"]
+        self._has_decided = common["has_decided"]
+        self._window = _Window(self._clock() - common["elapsed_s"], **entry.window)
+        is_row_settled = bond.settled == bond.done and self._is_row_due(bond.done)
+        self._next_window = _Window(self._clock()) if is_row_settled else None
+        if self._mixer:
+            self._mixer.load_state(common["mixer"], is_first=True)
+            # What a decision has used up is no longer counted.
+            if self._mixer.decisions == entry.decisions:
+                self._mixer.set_sums(np.array(entry.sums, dtype=np.int64))
 
+    def _common(self) -> dict[str, Any]:
+        """What all ranks know alike, beside model and optimizer."""
+        mixer = self._mixer
+        return {
+            "eval_loss": self._eval_loss, "grad_norm": self._grad_norm, "peak": self._peak,
+            "has_decided": self._has_decided, "elapsed_s": self._clock() - self._window.began,
+            "mixer": mixer.state(np.zeros_like(mixer.sums())) if mixer else None,
+        }  # fmt: skip
 
-def _gather(mixer: Mixer, seat: Seat) -> None:
-    """Bring the sums of an interval that goes on to rank 0, whose state is saved."""
-    sums = _sums_over_ranks(mixer.sums(), seat)
-    if seat.rank == 0:
-        mixer.keep(sums)
+    def _note(
+        self, done: int, window: _Window, sums: np.ndarray | None, ids: np.ndarray | None = None
+    ) -> None:
+        if self._journal is None:
+            return
+        counted = {name: value for name, value in asdict(window).items() if name != "began"}
+        decisions = self._mixer.decisions if self._mixer else 0
+        rng = torch.get_rng_state().numpy().tobytes()
+        listed = None if sums is None else sums.tolist()
+        self._journal.write(Entry(done, rng, counted, decisions, listed), ids)
 
+    def _is_eval_due(self, done: int) -> bool:
+        return done == self._spec.train.steps or done % self._spec.train.eval.every_steps == 0
 
-def _sums_over_ranks(sums: np.ndarray, seat: Seat) -> np.ndarray:
-    if seat.world_size == 1:
-        return sums
-    tensor = torch.from_numpy(sums).to(_group_device())
-    dist.all_reduce(tensor)
-    summed: np.ndarray = tensor.cpu().numpy()
-    return summed
+    def _is_row_due(self, done: int) -> bool:
+        return self._is_eval_due(done) or done % self._spec.train.log_every_steps == 0
+
+    def _eval_loss_at(self, done: int) -> float | None:
+        return self._eval_loss[1] if self._eval_loss and self._eval_loss[0] == done else None
 
 
 def measure_peak_flops(device: str, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -273,59 +420,6 @@ def measure_peak_flops(device: str, clock: Callable[[], float] = time.perf_count
         float((a @ a)[0, 0].item())  # item() waits for the device
         best = min(best, clock() - begun)
     return 2 * float(_PEAK_SIZE) ** 3 / best
-
-
-def _agree(start: int, seat: Seat) -> None:
-    """Refuse to train from states of different steps, as from a store that died between ranks."""
-    lead = _from_rank_zero(start, seat)
-    if lead != start:
-        raise ServiceError(
-            f"rank {seat.rank} was given the state after step {start}, rank 0 that after {lead}: "
-            f"the checkpoint store was restarted in between",
-            "the next attempt starts from one state",
-        )
-
-
-def _restore(checkpoint: Checkpoint, seat: Seat, model: Decoder, stepper: Stepper) -> None:
-    load_arrays(checkpoint.arrays, model, stepper.optimizer)
-    state = checkpoint.arrays.get(_rng_name(seat.rank))
-    if state is not None and checkpoint.meta.get("world_size") == seat.world_size:
-        torch.set_rng_state(torch.from_numpy(np.array(state, copy=True)))
-
-
-def _evaluate(stepper: Stepper, source: BatchSource, num_batches: int, seat: Seat) -> float:
-    total, count = 0.0, 0
-    for index in range(seat.rank, num_batches, seat.world_size):
-        loss_sum, tokens = stepper.evaluate(source.eval_batch(index))
-        total, count = total + loss_sum, count + tokens
-    total, tokens_seen = _over_ranks([total, float(count)], seat)
-    return total / tokens_seen
-
-
-def _over_ranks(values: list[float], seat: Seat) -> list[float]:
-    if seat.world_size == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=_group_device())
-    dist.all_reduce(tensor)
-    summed: list[float] = tensor.tolist()
-    return summed
-
-
-def _from_rank_zero(value: int, seat: Seat) -> int:
-    if seat.world_size == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=_group_device())
-    dist.broadcast(tensor, src=0)
-    return int(tensor.item())
-
-
-def _group_device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-def _seconds(window: _Window) -> dict[str, float]:
-    names = ("data", "compute", "communication", "checkpoint", "eval")
-    return {f"{name}_s": window.seconds.get(name, 0.0) for name in names}
 
 
 def _rng_name(rank: int) -> str:

@@ -7,8 +7,10 @@ last bit. Fixed buckets keep "same inputs, same weights" through any restart, an
 does not wait for the compiler stack that DDP imports.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,8 @@ class GradientReducer:
     """Averages gradients over the default process group.
 
     Use per optimizer step: `arm()` before the last micro-batch's backward, then `wait()`; the
-    earlier micro-batches accumulate locally, so there is exactly one reduction per step.
+    earlier micro-batches accumulate locally, so there is exactly one reduction per step. The last
+    bucket is sent by `wait()`: before it, no other rank can finish the step.
 
     Args:
         parameters: All trained parameters, in an order that is the same on every rank.
@@ -56,6 +59,7 @@ class GradientReducer:
         self._armed = False
         self._num_sent = 0
         self._buckets: list[_Bucket] = []
+        self._hooks: list[Any] = []
         if world_size == 1:
             return
         # Backward reaches the last layers first: their bucket is complete, and on its way, first.
@@ -64,7 +68,8 @@ class GradientReducer:
             self._buckets.append(bucket)
             for parameter in group:
                 hook = self._hook(bucket)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
 
     def arm(self) -> None:
         """The next backward is the step's last: send buckets as soon as they are complete."""
@@ -74,6 +79,22 @@ class GradientReducer:
             bucket.waiting = len(bucket.parameters)
             bucket.work = None
 
+    def close(self) -> None:
+        """Leave the parameters alone."""
+        self.drop()
+        for hook in self._hooks:
+            hook.remove()
+
+    def drop(self) -> None:
+        """Forget a step that a lost peer has interrupted; its group must have been aborted."""
+        self._armed = False
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                # It may still write to the bucket until it has failed.
+                with contextlib.suppress(RuntimeError):
+                    bucket.work.wait()
+                bucket.work = None
+
     def wait(self) -> None:
         """Block until all gradients hold the average over the ranks.
 
@@ -81,7 +102,7 @@ class GradientReducer:
             RuntimeError: A peer is gone.
         """
         self._armed = False
-        # What a parameter without gradient held up.
+        # The last one, and what a parameter without gradient held up.
         while self._num_sent < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
@@ -102,7 +123,7 @@ class GradientReducer:
     def _send_complete(self) -> None:
         # Collectives match by their order, so every rank sends the buckets in one order, as DDP
         # does, whichever of them is complete first.
-        unsent = self._buckets[self._num_sent :]
+        unsent = self._buckets[self._num_sent : -1]
         for _ in itertools.takewhile(lambda bucket: not bucket.waiting, unsent):
             self._send_next()
 

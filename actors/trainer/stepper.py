@@ -30,6 +30,14 @@ class StepResult:
     lr: float
     compute_s: float
     communication_s: float
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What this rank's forward and backward gave, before anything is shared with other ranks."""
+
+    loss_sum: float
+    tokens: int
     loss_B: np.ndarray | None = None
     """Mean loss of each sequence, float64, if it was asked for."""
 
@@ -64,18 +72,27 @@ class Stepper:
     ) -> None:
         self.model, self.config = model, config
         self.optimizer = make_optimizer(model, config.optimizer)
+        self._world_size = world_size
         self._reducer = GradientReducer(model.parameters(), world_size)
         self._device = torch.device(config.device)
         self._feed = DeviceFeed(self._device)
         self._clock = clock
 
-    def step(self, step: int, tokens_BT1: np.ndarray, *, wants_losses: bool = False) -> StepResult:
+    def step(
+        self,
+        step: int,
+        tokens_BT1: np.ndarray,
+        note: Callable[[Losses], None] = lambda _: None,
+        *,
+        wants_losses: bool = False,
+    ) -> StepResult:
         """Train on this rank's part of the global batch.
 
         Args:
             step: Number of the step, from 0.
             tokens_BT1: int32 [B, T + 1]: inputs and, shifted by one, targets.
-            wants_losses: Give the loss of each sequence as well.
+            note: Called before any rank can finish the step.
+            wants_losses: Give `note` the loss of each sequence as well.
 
         Raises:
             NonFiniteLossError: The loss or gradient norm is not a finite number.
@@ -93,6 +110,9 @@ class Stepper:
             losses.append(loss_b.detach())
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * tokens.shape[0] * (tokens.shape[1] - 1)
+        count = tokens.shape[0] * (tokens.shape[1] - 1)
+        by_sequence = torch.cat(losses).double().cpu().numpy() if wants_losses else None
+        note(Losses(loss_sum, count, by_sequence))
         computed = self._clock()
         self._reducer.wait()
         reduced = self._clock()
@@ -105,10 +125,25 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         ended = self._clock()
-        count = tokens.shape[0] * (tokens.shape[1] - 1)
         compute_s = (computed - started) + (ended - reduced)
-        by_sequence = torch.cat(losses).double().cpu().numpy() if wants_losses else None
-        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed, by_sequence)
+        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed)
+
+    def drop(self) -> None:
+        """Forget a step that a lost peer has interrupted; model and optimizer are as before it."""
+        self._reducer.drop()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def reset(self) -> None:
+        """Forget all that the optimizer has seen."""
+        self.drop()
+        self.optimizer.state.clear()
+
+    def span(self, world_size: int) -> None:
+        """Average over another number of ranks from now on."""
+        if world_size != self._world_size:
+            self._reducer.close()
+            self._world_size = world_size
+            self._reducer = GradientReducer(self.model.parameters(), world_size)
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: np.ndarray) -> tuple[float, int]:

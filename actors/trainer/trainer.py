@@ -28,12 +28,12 @@ from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.data.mixing import mixture_for
 from eagleray.actors.rpc import call
 from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
-from eagleray.actors.trainer.loop import LoopSpec
 from eagleray.actors.trainer.process_group import ProcessGroupConfig
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
 from eagleray.actors.trainer.recorder import Fatal, RunView
 from eagleray.actors.trainer.recorder_actor import RecorderClient, create_recorder
+from eagleray.actors.trainer.seams import LoopSpec
 from eagleray.actors.trainer.worker import RunActors, train_worker
 from eagleray.platform.cluster import Demand
 from eagleray.platform.cluster.options import TRAIN_VARIABLES

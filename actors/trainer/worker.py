@@ -17,9 +17,10 @@ from eagleray.actors.checkpoint.client import StoreClient
 from eagleray.actors.data.batch import Batch
 from eagleray.actors.data.loader_client import LoaderClient
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.trainer.loop import BatchSource, LoopSpec, Seat, run_loop
+from eagleray.actors.trainer.loop import run_loop
 from eagleray.actors.trainer.recorder import Fatal
 from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
+from eagleray.actors.trainer.seams import BatchSource, LoopSpec, Seat
 from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.errors import EagleRayError, ServiceError
 from eagleray.platform.telemetry import bind_log_context, configure_logging

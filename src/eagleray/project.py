@@ -319,7 +319,7 @@ class Project:
             redis_url = stack.enter_context(self._redis())
             from eagleray.actors.data.mixing import mixer_spec
             from eagleray.actors.trainer.finish import finish_run
-            from eagleray.actors.trainer.loop import LoopSpec
+            from eagleray.actors.trainer.seams import LoopSpec
             from eagleray.actors.trainer.trainer import Training
 
             spec = LoopSpec(train, model, dataset.seq_len, mixer_spec(self.config.data, dataset))

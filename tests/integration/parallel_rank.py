@@ -18,7 +18,8 @@ import torch.distributed as dist
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
+from eagleray.actors.trainer.loop import run_loop
+from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.config import CheckpointConfig, ProjectConfig, with_overrides
 from eagleray.platform.model.config import DecoderConfig
@@ -57,12 +58,15 @@ class Sink:
     def begin(self, attempt: int) -> Checkpoint | None:
         return self._store.begin(attempt)
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def renew(self, attempt: int) -> int:
+        return self._store.renew(attempt)
+
+    def submit(self, snapshot: Snapshot) -> int:
         name = f"{snapshot.attempt}-{snapshot.step}-{snapshot.rank}"
         if self._seat.rank:
             (self._mail / f".{name}").write_bytes(pickle.dumps(snapshot))
             (self._mail / f".{name}").rename(self._mail / name)
-            return
+            return 0
         self._store.submit(snapshot)
         for rank in range(1, self._seat.world_size):
             path = self._mail / f"{snapshot.attempt}-{snapshot.step}-{rank}"
@@ -71,6 +75,7 @@ class Sink:
                 assert time.monotonic() < deadline, f"no part of rank {rank}"
                 time.sleep(0.005)
             self._store.submit(pickle.loads(path.read_bytes()))
+        return self._store.status().newest_step
 
     def flush(self) -> None:
         if self._seat.rank == 0:

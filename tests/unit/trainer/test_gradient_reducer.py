@@ -43,7 +43,8 @@ def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: l
     reducer = make(trained)
     reducer.arm()
     sum((p.square().sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-    assert sent == [1, 2, 3]
+    # Nobody can finish the step before this rank says so.
+    assert sent == [1, 2]
     reducer.wait()
     assert sent == [1, 2, 3]
     for parameter in trained:

@@ -14,9 +14,10 @@ from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.mixer import MixerSpec
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.data.order import mixed_batch_ids
-from eagleray.actors.trainer.loop import LoopSpec, Seat, run_loop
+from eagleray.actors.trainer.loop import run_loop
 from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
 from eagleray.actors.trainer.schedule import learning_rate
+from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper, make_optimizer
 from eagleray.platform.config import (
@@ -74,10 +75,13 @@ class StoreSink:
     def begin(self, attempt: int) -> Checkpoint | None:
         return self.store.begin(attempt)
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def renew(self, attempt: int) -> int:
+        return self.store.renew(attempt)
+
+    def submit(self, snapshot: Snapshot) -> int:
         if self.killed_at is not None and snapshot.step >= self.killed_at:
             raise KeyboardInterrupt
-        self.store.submit(snapshot)
+        return self.store.submit(snapshot)
 
     def flush(self) -> None:
         self.store.flush()
