@@ -115,10 +115,19 @@ class Patience(FailurePolicy):
         self._waits = 0
         if isinstance(cause, PreemptionError):
             return FailureDecision.RETRY
+        if isinstance(cause, WorkerGroupError) and _is_over(cause):
+            return FailureDecision.RAISE
         if isinstance(cause, WorkerGroupError | WorkerGroupStartupFailedError):
             self._deaths += 1
             return _retry_if(self._deaths <= self.failure_config.max_failures)
         return FailureDecision.RAISE
+
+
+def _is_over(error: WorkerGroupError) -> bool:
+    """Whether a worker says that the run has ended."""
+    # By name: its class would bring what workers import.
+    causes = [getattr(each, "cause", each) for each in error.worker_failures.values()]
+    return any(type(cause).__name__ == "RunOverError" for cause in causes)
 
 
 def _retry_if(condition: bool) -> FailureDecision:

@@ -95,6 +95,15 @@ class StepJournal:
             return None
         return cls(descriptor, num_rows, ids_per_step)
 
+    def fits(self, num_rows: int, ids_per_step: int) -> bool:
+        """Whether it was made for this many ids."""
+        return self._num_rows >= num_rows and self._ids_per_step == ids_per_step
+
+    def newest(self) -> int:
+        """The newest state of which there is an entry; 0 if there is none."""
+        slots = (_HEADER_BYTES + slot * _SLOT_BYTES for slot in range(_SLOTS))
+        return max(int.from_bytes(self._memory[at : at + 8], "little") for at in slots)
+
     @property
     def path(self) -> str:
         """Where other processes of this machine find it, as long as this one holds it."""

@@ -152,6 +152,7 @@ class RankTrainer:
         bond: Bond | None = None,
         journal: StepJournal | None = None,
         inherited: StepJournal | None = None,
+        tell: Callable[[str], None] = lambda phase: None,
     ) -> int:
         """Train to the last step.
 
@@ -165,6 +166,7 @@ class RankTrainer:
             bond: How to go on without a snapshot; None: from the newest complete one.
             journal: Where to note what nobody else knows.
             inherited: That of the rank whose place this one takes, if it died.
+            tell: Hears `restored` and, after the first step, `stepped`.
 
         Returns:
             The number of steps that the final weights have seen.
@@ -191,18 +193,28 @@ class RankTrainer:
             for step, ids in self._ids.items():
                 journal.keep_ids(step, ids)
             self._note(self._applied, self._window, self._mixer.sums() if self._mixer else None)
-        return self._train(source, sink, reporter)
+        tell("restored")
+        return self._train(source, sink, reporter, tell)
 
     def drop(self) -> None:
         """Forget the step that was interrupted, once the group is down."""
         self._stepper.drop()
 
-    def _train(self, source: BatchSource, sink: SnapshotSink, reporter: Reporter) -> int:
+    def _train(
+        self,
+        source: BatchSource,
+        sink: SnapshotSink,
+        reporter: Reporter,
+        tell: Callable[[str], None],
+    ) -> int:
+        first = self._applied
         is_over = self._settled < self._applied and self._settle(source, sink, reporter)
         while not is_over and self._applied < self._spec.train.steps:
             if self._paused.is_set():
                 raise PeerLostError("training is paused")
             self._step(source)
+            if self._applied == first + 1:
+                tell("stepped")
             is_over = self._settle(source, sink, reporter)
         # Also if nothing was left to do: the state may be in the store's memory alone.
         sink.flush()

@@ -1,123 +1,128 @@
-"""How the workers of a run meet: torch.distributed's default process group.
+"""How the processes of a run meet: torch.distributed's default process group, once per attempt.
 
-Ray Train's own TorchConfig does the same, but makes the controller load torch, and leaves a worker
-that waits for one that died with its place on the cluster. Nothing here imports torch at its top.
+Each attempt has a store of its own, at a port of its own, held by the process of rank 0: nothing of
+an attempt that is over can be read in the next.
+
+A process that waits for a peer in a collective waits for its connection. If the peer dies, the
+connection ends; if the peer waits for one that died, or its machine is unreachable, it does not.
+`Group.sever` ends the connections from this side, from any thread, and the wait with them.
 """
 
+import contextlib
+import os
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import stat
+import threading
 from datetime import timedelta
-from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+import torch
+import torch.distributed as dist
+
+from eagleray.actors.trainer.collectives import PeerLostError, peers_needed
+from eagleray.actors.trainer.seams import Seat
 
 _BACKLOG = 4096
+_DESCRIPTORS = "/proc/self/fd"
+
+Address = tuple[str, int]
 
 
-@dataclass
-class ProcessGroupConfig(BackendConfig):
-    """torch.distributed's default process group over all workers.
+class Group:
+    """This process's part in the group of one attempt.
 
-    Attributes:
+    Args:
         backend: `gloo` or `nccl`.
         timeout_s: After so long without the other ranks an operation fails.
     """
 
-    backend: str
-    timeout_s: float
+    def __init__(self, backend: str, timeout_s: float) -> None:
+        self._backend, self._timeout = backend, timedelta(seconds=timeout_s)
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._before: set[int] | None = None  # inodes, while the ranks meet
+        self._own: set[int] = set()
+        self._is_severed = False
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """Ray Train's hook."""
-        return _ProcessGroup
+    def listen(self) -> Address:
+        """Of rank 0: where the ranks will meet.
 
-    @property
-    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """Ray Train's hook: runs in the thread that trains."""
-        return _OnItsDevice
+        Torch would let its store, which asks for no token, listen on every interface.
+        """
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        return host, int(self._listener.getsockname()[1])
 
+    def meet(self, address: Address, seat: Seat) -> None:
+        """Wait for all ranks, and make the default process group.
 
-class _ProcessGroup(Backend):
-    """Lets the workers meet at rank 0; each ends with its process, so nothing is taken down."""
-
-    share_cuda_visible_devices = True
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        try:
-            meeting, size = worker_group.execute_single(0, _listen), len(worker_group)
-            # `_meet` has its own deadline.
-            ray.get(
-                [
-                    worker_group.execute_single_async(
-                        rank, _meet, backend_config, meeting, rank, size
-                    )
-                    for rank in range(size)
-                ]
+        Raises:
+            PeerLostError: One of them did not come.
+        """
+        with self._lock:
+            if self._is_severed:
+                raise PeerLostError("the attempt was over before the ranks met")
+            self._before = set(_connections())
+        host, port = address
+        listener = self._listener.detach() if self._listener else None
+        self._listener = None
+        with peers_needed():
+            store = dist.TCPStore(  # type: ignore[attr-defined]  # public, not in its __all__
+                host, port, seat.world_size, seat.rank == 0, self._timeout,
+                wait_for_workers=False, master_listen_fd=listener,
+            )  # fmt: skip
+            dist.init_process_group(
+                self._backend,
+                store=store,
+                rank=seat.rank,
+                world_size=seat.world_size,
+                timeout=self._timeout,
             )
-        except (RayActorError, RayTaskError) as error:
-            # Ray Train would keep the place of those that are left, and try no more.
-            worker_group.shutdown()
-            lines = str(error).strip().splitlines()
-            raise WorkerGroupStartupFailedError(
-                f"the workers did not meet: {lines[-1] if lines else type(error).__name__}"
-            ) from error
+        with self._lock:
+            self._own, self._before = set(_connections()) - self._before, None
+
+    def sever(self) -> None:
+        """End the connections to the other ranks, and every wait for them; from any thread."""
+        with self._lock:
+            self._is_severed = True
+            for inode, descriptor in _connections().items():
+                is_own = inode in self._own
+                # What else opens a connection while the ranks meet has to open it again.
+                is_new = self._before is not None and inode not in self._before
+                if is_own or is_new:
+                    with (
+                        contextlib.suppress(OSError),
+                        socket.socket(fileno=os.dup(descriptor)) as s,
+                    ):
+                        s.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """Take the process group down; the other ranks see that this one is gone."""
+        if self._listener is not None:
+            self._listener.close()
+        self.sever()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
 
 
-class _OnItsDevice:
-    """The current CUDA device is per thread."""
-
-    def __enter__(self) -> None:
-        _set_device()
-
-    def __exit__(self, *_: object) -> None:
-        pass
+def set_device(gpu: int | None) -> None:
+    """Let this thread, and whatever asks for the current device, use a GPU of the node."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
 
 
-_listening: list[socket.socket] = []
-
-
-def _listen() -> tuple[str, int]:
-    """Runs in rank 0: the address of the store where the workers will meet.
-
-    Torch would let its store, which asks for no token, listen on every interface of the machine.
-    """
-    host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-    listener = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
-    _listening[:] = [listener]
-    return host, int(listener.getsockname()[1])
-
-
-def _meet(config: ProcessGroupConfig, meeting: tuple[str, int], rank: int, world_size: int) -> None:
-    """Runs in a worker."""
-    import torch.distributed as dist  # noqa: PLC0415 - see the module's text
-
-    _set_device()
-    host, port = meeting
-    timeout = timedelta(seconds=config.timeout_s)
-    listener = _listening.pop().detach() if rank == 0 else None
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in its __all__
-        host, port, world_size, rank == 0, timeout, master_listen_fd=listener
-    )
-    dist.init_process_group(
-        config.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _set_device() -> None:
-    import torch  # noqa: PLC0415
-
-    if torch.cuda.is_available():
-        import ray.train.torch  # noqa: PLC0415
-
-        device = ray.train.torch.get_device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+def _connections() -> dict[int, int]:
+    """Inode -> descriptor of every socket to another process over the network."""
+    found = {}
+    for name in os.listdir(_DESCRIPTORS):
+        with contextlib.suppress(OSError):
+            state = os.fstat(int(name))
+            if not stat.S_ISSOCK(state.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as opened:
+                is_listening = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if opened.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
+                    found[state.st_ino] = int(name)
+    return found

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.train import Result
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.failure_handling import FailurePolicy
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from eagleray.actors.trainer.controller_parts import Controller, FixedCluster, free_places
 from eagleray.platform.errors import RunFailedError
@@ -25,8 +25,8 @@ _ABORT_S = 3.0
 _WATCHER_VARIABLE = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
 
-class EndableTrainer(TorchTrainer):
-    """A TorchTrainer that can be ended from another thread.
+class EndableTrainer(DataParallelTrainer):
+    """A DataParallelTrainer that can be ended from another thread.
 
     Ray Train keeps its controller's handle to itself, so nothing could end a `fit` that waits for
     it: at Ctrl-C the thread would outlive `ray.shutdown`, and on a cluster that goes on the
@@ -35,7 +35,7 @@ class EndableTrainer(TorchTrainer):
     Args:
         failure_policy: When a run is given up.
         is_fixed: No node can come or go, so nobody need be asked for more or watch for fewer.
-        **arguments: TorchTrainer's.
+        **arguments: DataParallelTrainer's.
     """
 
     def __init__(

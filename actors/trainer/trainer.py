@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -28,13 +29,14 @@ from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.data.mixing import mixture_for
 from eagleray.actors.rpc import call
 from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
-from eagleray.actors.trainer.process_group import ProcessGroupConfig
+from eagleray.actors.trainer.gang import GangOptions, create_gang
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
 from eagleray.actors.trainer.recorder import Fatal, RunView
 from eagleray.actors.trainer.recorder_actor import RecorderClient, create_recorder
+from eagleray.actors.trainer.run_actors import RunActors
 from eagleray.actors.trainer.seams import LoopSpec
-from eagleray.actors.trainer.worker import RunActors, train_worker
+from eagleray.actors.trainer.worker import train_worker
 from eagleray.platform.cluster import Demand
 from eagleray.platform.cluster.options import TRAIN_VARIABLES
 from eagleray.platform.cluster.ports import HOST
@@ -51,8 +53,6 @@ _SAVE_S = 8.0
 _ANSWER_S = 2.0
 _END_S = 5.0
 _CLOSE_S = 10.0
-# Longer than any other rank may be busy alone: with a checkpoint, or with the first batches.
-_GROUP_TIMEOUT_S = 600.0
 _RANKS_SHOWN = 4
 _LONGEST_REASON = 1000
 _START_TIMEOUT_S = TRAIN_VARIABLES["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]
@@ -98,6 +98,9 @@ class Training:
         self._config, self._storage, self._run_id, self._spec = config, storage, run_id, spec
         self._actors = _create_actors(config, storage, run_id, dataset, redis_url)
         self._recorder = RecorderClient(self._actors.recorder)
+        train, stacks = config.train, storage.path("runs", run_id, "stacks")
+        options = GangOptions(train.max_failures, train.spares, stacks)
+        self._gang = create_gang(run_id, options)
         self._error: BaseException | None = None
         self._trainer = self._make_trainer()
         self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
@@ -172,6 +175,7 @@ class Training:
             # One that is killed instead leaves its segments to be removed by the next.
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for actor in (
+            self._gang,
             actors.recorder,
             actors.store,
             *loaders,
@@ -195,12 +199,11 @@ class Training:
         waits = self._config.cluster.place_timeout_s / float(_START_TIMEOUT_S)
         return EndableTrainer(
             # Not by `train_loop_config`: the controller would load it, and with it torch.
-            functools.partial(train_worker, self._spec, self._actors),
+            functools.partial(train_worker, self._spec, self._actors, self._gang),
             is_fixed=_is_fixed(),
             failure_policy=Patience(failures, max(1, math.ceil(waits))),
-            torch_config=ProcessGroupConfig(
-                "nccl" if train.device == "cuda" else "gloo", _GROUP_TIMEOUT_S
-            ),
+            # The processes that train meet by themselves.
+            backend_config=BackendConfig(),
             scaling_config=ScalingConfig(
                 num_workers=train.num_workers,
                 use_gpu=bool(train.gpus_per_worker),

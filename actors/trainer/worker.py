@@ -1,131 +1,156 @@
-"""A training worker on Ray Train: it finds its seat and its actors, then runs the loop.
+"""A worker of Ray Train: holds a rank's place, and watches over the process that trains there.
 
-Ray Train creates the workers, and all of them anew when one dies; nothing of a worker survives but
-what it handed to the checkpoint store and the recorder.
+Ray Train creates the workers, and all of them anew when one dies. They load no torch and hold no
+state, so that costs a second or two and not a step: the processes belong to the run's gang. What
+only somebody on the same machine can do is done here: to hold the process's journal, which outlives
+the process that way, to see that it was stopped, and to end it when it hangs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+import contextlib
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train
 
-from eagleray.actors.checkpoint.client import StoreClient
-from eagleray.actors.data.batch import Batch
-from eagleray.actors.data.loader_client import LoaderClient
-from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.trainer.loop import run_loop
-from eagleray.actors.trainer.recorder import Fatal
-from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
-from eagleray.actors.trainer.seams import BatchSource, LoopSpec, Seat
-from eagleray.actors.trainer.stepper import NonFiniteLossError
-from eagleray.platform.errors import EagleRayError, ServiceError
+from eagleray.actors.rpc import call, result
+from eagleray.actors.trainer.journal import StepJournal
+from eagleray.actors.trainer.run_actors import RunActors
+from eagleray.actors.trainer.seams import LoopSpec
+from eagleray.actors.trainer.seating import Place, Verdict
+from eagleray.platform.errors import RunFailedError
 from eagleray.platform.telemetry import bind_log_context, configure_logging
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class RunActors:
-    """Handles of the actors of one run; they outlive its workers."""
-
-    recorder: Any
-    store: Any
-    loaders: Mapping[str, Sequence[Any]]
-    """Node id -> the loaders there."""
-    evictor: Any = None
-    run_id: str = ""
-    reading: Any = None
-    """A LoaderSpec, if there are no loaders: each worker reads for itself."""
+_CALL_S = 60.0
+_LOOK_S = 0.25
+_GANG = "the answer of the run's gang"
+_STOPPED_S = 1.0
+"""A process that is stopped for longer is taken for dead; a debugger's stops are, too."""
 
 
-class LoaderSource:
-    """A loader's actor as a BatchSource for the loop; asks for the next step while one is trained.
+class RunOverError(RunFailedError):
+    """The run has ended, and starting its workers anew changes nothing."""
+
+
+@dataclass
+class Watch:
+    """What is known of the process at this place.
 
     Args:
-        client: Of the loader.
-        batch_size: Global batch in samples.
+        pid: Of the process; 0: there is none yet.
+        step_timeout_s: Longest time between two steps.
     """
 
-    def __init__(self, client: LoaderClient, batch_size: int) -> None:
-        self._client, self._batch_size = client, batch_size
-        self._ahead: tuple[int, Any] | None = None
+    pid: int
+    journal: StepJournal | None
+    step_timeout_s: float
+    _newest: int = -1
+    _changed: float = field(default_factory=time.monotonic)
+    _stopped: float | None = None
 
-    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> Batch:
-        """This rank's part of a step's global batch."""
-        ahead, self._ahead = self._ahead, None
-        asked = ahead[1] if ahead and ahead[0] == step else None
-        asked = asked or self._client.ask(step, rank, world_size, mixture)
-        batch = self._client.take(step, asked)
-        end = mixture.end if mixture else None
-        if end is None or (step + 2) * self._batch_size <= end:
-            self._ahead = step + 1, self._client.ask(step + 1, rank, world_size, mixture)
-        return batch
-
-    def eval_batch(self, index: int) -> np.ndarray:
-        """Held-out tokens."""
-        return self._client.eval_batch(index).tokens
-
-
-class _OwnSource:
-    """A loader in this process as a BatchSource for the loop."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> Batch:
-        batch: Batch = self._server.batch(step, rank, world_size, mixture)
-        return batch
-
-    def eval_batch(self, index: int) -> np.ndarray:
-        tokens: np.ndarray = self._server.eval_batch(index, 0, 1).tokens
-        return tokens
+    def look(self) -> str:
+        """`stopped`, `stuck`, or nothing if all is well."""
+        now = time.monotonic()
+        if _is_stopped(self.pid):
+            self._stopped = self._stopped or now
+            if now - self._stopped >= _STOPPED_S:
+                return "stopped"
+        else:
+            self._stopped = None
+        newest = self.journal.newest() if self.journal else -1
+        if newest != self._newest:
+            self._newest, self._changed = newest, now
+        elif now - self._changed >= self.step_timeout_s:
+            # Once for each time-out.
+            self._changed = now
+            return "stuck"
+        return ""
 
 
-def train_worker(spec: LoopSpec, actors: RunActors) -> None:
-    """Ray Train's entry point of one worker.
+def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
+    """Ray Train's entry point of one worker; returns when the run has ended well.
 
-    A failure that a restart cannot mend is noted before it ends the attempt. The driver ends the
-    run when it sees the note; workers of an attempt that was quicker see it too, and return.
+    Raises:
+        RunOverError: It has ended otherwise.
+        ServiceError: The gang is gone; it is there again for the next attempt.
     """
-    context = ray.train.get_context()
-    seat = Seat(context.get_world_rank(), context.get_world_size())
     configure_logging()
-    bind_log_context(run=actors.run_id, rank=seat.rank)
-    recorder = RecorderClient(actors.recorder)
-    if recorder.ask("fatal") is not None:
-        return
-    store = StoreClient(actors.store, spec.train.checkpoint.write_timeout_s + CALL_TIMEOUT_S)
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    bind_log_context(run=actors.run_id, rank=rank)
+    name = _attempt_name()
+    node_id, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+    place = Place(rank, node_id, int(gpus[0]) if gpus else None)
+    entering = name, world_size, place, spec, actors
+    call(gang.enter, *entering, timeout_s=_CALL_S, what=_GANG)
+    step_timeout_s = spec.train.step_timeout_s
+    watch, before = Watch(0, None, step_timeout_s), Watch(0, None, step_timeout_s)
+    verdict = gang.verdict.remote()
+    seated = gang.seated.remote(name, rank, 0)
+    while True:
+        ready, _ = ray.wait([verdict, seated], timeout=_LOOK_S)
+        if verdict in ready:
+            ended: Verdict | None = result(verdict, timeout_s=_CALL_S, what=_GANG)
+            if ended is not None and ended.message:
+                raise RunOverError(ended.message)
+            if ended is not None:
+                return
+            verdict = gang.verdict.remote()
+        if seated in ready:
+            sits: tuple[int, str] | None = result(seated, timeout_s=_CALL_S, what=_GANG)
+            if sits is not None:
+                # Who takes the place of a dead process reads its journal, so it is kept a while.
+                if before.journal is not None:
+                    before.journal.close()
+                before, watch = watch, _opened(sits[0], sits[1], step_timeout_s)
+                if watch.journal is not None:
+                    gang.holds.remote(name, rank, watch.journal.path)
+            seated = gang.seated.remote(name, rank, watch.pid)
+        state = watch.look()
+        if state == "stopped":
+            logger.error("process %d is stopped: killed, so that another can go on", watch.pid)
+            _signal(watch.pid, signal.SIGKILL)
+        elif state == "stuck":
+            _end_if_stuck(watch, gang, name, rank)
+
+
+def _end_if_stuck(watch: Watch, gang: Any, name: str, rank: int) -> None:
+    """Have the process write its stacks; kill it if it is the one that the others wait for."""
+    logger.error("process %d has done no step in %g s", watch.pid, watch.step_timeout_s)
+    _signal(watch.pid, signal.SIGUSR2)
+    newest = watch.journal.newest() if watch.journal else 0
+    if call(gang.stuck, name, rank, newest, timeout_s=_CALL_S, what=_GANG):
+        _signal(watch.pid, signal.SIGKILL)
+
+
+def _opened(pid: int, journal: str, step_timeout_s: float) -> Watch:
+    return Watch(pid, StepJournal.open(journal), step_timeout_s)
+
+
+def _attempt_name() -> str:
+    group = ray.util.get_current_placement_group()
+    return str(group.id.hex()) if group else ""
+
+
+def _is_stopped(pid: int) -> bool:
+    if not pid:
+        return False
     try:
-        with _source(actors, seat, context.get_local_rank(), spec) as source:
-            run_loop(seat, spec, source, store, recorder)
-    except NonFiniteLossError as error:
-        fix = "lower train.optimizer.lr or train.clip_grad_norm, or look at the data of that step"
-        recorder.ask("fail", Fatal(type(error).__name__, f"training stopped: {error}", fix, 1))
-        raise
-    except EagleRayError as error:
-        # A dead or slow actor may be back at the next attempt; no restart mends anything else.
-        if not isinstance(error, ServiceError):
-            recorder.ask(
-                "fail", Fatal(type(error).__name__, error.what, error.fix, error.exit_code)
-            )
-        raise
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name before it is in parentheses, and may hold any character.
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-@contextmanager
-def _source(
-    actors: RunActors, seat: Seat, local_rank: int, spec: LoopSpec
-) -> Iterator[BatchSource]:
-    """Where this worker's batches come from."""
-    if actors.reading is not None:
-        # Only here: it brings Redis and the cache with it.
-        from eagleray.actors.data.loader_actor import LoaderServer  # noqa: PLC0415
-
-        with closing(LoaderServer(actors.reading, seat.rank, seat.world_size)) as server:
-            yield _OwnSource(server)
-        return
-    node_id = ray.get_runtime_context().get_node_id()
-    loaders = actors.loaders.get(node_id) or next(iter(actors.loaders.values()))
-    loader = loaders[local_rank % len(loaders)]
-    yield LoaderSource(LoaderClient(loader, CALL_TIMEOUT_S), spec.train.batch_size)
+def _signal(pid: int, number: signal.Signals) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

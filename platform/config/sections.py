@@ -152,6 +152,12 @@ class TrainConfig(Section):
     log_every_steps: int = Field(default=5, ge=1)
     max_failures: int = Field(default=3, ge=0)
     """Worker deaths after which the run is given up."""
+    spares: int = Field(default=1, ge=0, le=64)
+    """Warm processes on each node that take a dead worker's place at once; each takes as much
+    memory as a worker. 0: a new process is started, which takes seconds."""
+    step_timeout_s: Seconds = 600.0
+    """A worker that does no step for so long is taken for hung: the stacks of all are saved, and
+    it is replaced."""
     register_as: Name | None = None
     """Model name under which the result is registered; null: the project's name."""
 
