@@ -130,6 +130,11 @@ class Gang:
                 self._is_moved.set()
             self._changed.notify_all()
 
+    async def expect(self, spec: LoopSpec, actors: RunActors, node_id: str, count: int) -> None:
+        """Start processes on a node where ranks will sit, while Ray Train still finds places."""
+        self._spec, self._actors = spec, actors
+        self._spares += [self._created(node_id) for _ in range(count)]
+
     async def seated(self, name: str, rank: int, pid: int) -> tuple[int, str] | None:
         """Process and journal of a rank, as soon as the process is not `pid`; None for not yet."""
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from eagleray.actors.trainer.collectives import peers_needed
+
 _BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough to overlap
 
 
@@ -99,7 +101,7 @@ class GradientReducer:
         """Block until all gradients hold the average over the ranks.
 
         Raises:
-            RuntimeError: A peer is gone.
+            PeerLostError: A peer is gone.
         """
         self._armed = False
         # The last one, and what a parameter without gradient held up.
@@ -107,7 +109,8 @@ class GradientReducer:
             self._send_next()
         for bucket in self._buckets:
             assert bucket.work is not None, "a bucket was not sent"
-            bucket.work.wait()
+            with peers_needed():
+                bucket.work.wait()
             bucket.flat /= self._world_size
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
@@ -135,7 +138,8 @@ class GradientReducer:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
-        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+        with peers_needed():
+            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
 
 def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

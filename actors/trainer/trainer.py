@@ -111,6 +111,11 @@ class Training:
 
     def start(self) -> None:
         """Let Ray Train start the workers."""
+        if _is_fixed():
+            node = _nodes()[0]["NodeID"]
+            self._gang.expect.remote(
+                self._spec, self._actors, node, self._config.train.num_workers
+            )
         self._thread.start()
 
     def wait(self, on_progress: Callable[[Progress], None]) -> None:
@@ -146,7 +151,15 @@ class Training:
         # A recorder that is gone must hide neither the result nor the error.
         with contextlib.suppress(ServiceError):
             self._recorder.ask("flush")
+        if view.fatal is not None or self._error is not None:
+            self._keep()
         self._raise(view.fatal)
+
+    def _keep(self) -> None:
+        """Let the store write what a run that failed has handed in: it is resumed from there."""
+        with contextlib.suppress(EagleRayError):
+            what, limit_s = "the writing of checkpoints", self._config.train.checkpoint.write_timeout_s
+            call(self._actors.store.flush, 0, timeout_s=limit_s, what=what)
 
     def _save(self) -> None:
         """Let the workers write a checkpoint and end, if they are there."""

@@ -1,6 +1,7 @@
 """Training while processes are killed: the same bits, each sample once, or one clear failure."""
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ class KillOnce:
 
 
 class KillWhileMeeting:
-    """Ends a worker by SIGKILL before the workers of the first attempt have met."""
+    """Ends a training process by SIGKILL before those of the first attempt have met."""
 
     pid: int | None = None
 
@@ -52,7 +53,7 @@ class KillWhileMeeting:
         if self.pid is None and not progress.workers:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if "_meet" in " ".join(process.cmdline()):
+                    if "_TrainProcess" in " ".join(process.cmdline()):
                         process.kill()
                         self.pid = process.pid
                         return
@@ -122,11 +123,19 @@ def test_killed_workers_cost_neither_bits_nor_samples(
     kills = [KillOnce(24, worker(1)), KillOnce(74, worker(0), attempt=2)]
     run = project.train(all_of([first, *kills]))
     assert all(kill.pid is not None for kill in (first, *kills))
-    assert run.attempts == 3
     assert_same(run, undisturbed)
     events = [event["event"] for event in project.runs.events(run.run_id)]
-    assert events.count("fault") == 2
-    assert events.count("attempt") == 3
+    # An attempt of those that did not all meet may have been begun as well.
+    assert events.count("attempt") == run.attempts
+    assert run.attempts in (3, 4)
+    # No snapshot was taken up: each goes on from the step that the survivor had done.
+    rows = project.runs.metrics(run.run_id)
+    trained = sorted({row["attempt"] for row in rows})
+    assert len(trained) == 3
+    for before, after in itertools.pairwise(trained):
+        last = max(row["step"] for row in rows if row["attempt"] == before)
+        first = min(row["step"] for row in rows if row["attempt"] == after)
+        assert last <= first <= last + 2
 
 
 def test_a_killed_store_and_a_killed_recorder_cost_neither_bits_nor_samples(

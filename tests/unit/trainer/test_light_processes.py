@@ -8,9 +8,9 @@ import torch
 
 from eagleray.actors.trainer.stepper import EagerAdamW
 
-WORKER = """
+TRAINING = """
 import torch
-import eagleray.actors.trainer.worker
+import eagleray.actors.trainer.process
 from eagleray.actors.trainer.stepper import EagerAdamW
 layer = torch.nn.Linear(2, 2)
 optimizer = EagerAdamW(layer.parameters())
@@ -23,13 +23,15 @@ optimizer.zero_grad(set_to_none=True)
 @pytest.mark.parametrize(
     ("program", "unwanted"),
     [
-        (WORKER, {"torch._dynamo", "redis", "tokenizers", "eagleray.project"}),
+        (TRAINING, {"torch._dynamo", "redis", "tokenizers", "ray.train", "eagleray.project"}),
+        ("import eagleray.actors.trainer.worker", {"torch", "redis", "eagleray.project"}),
+        ("import eagleray.actors.trainer.gang", {"torch", "ray.train", "redis"}),
         ("import eagleray.actors.trainer.controller_parts", {"torch", "eagleray.project"}),
         ("import eagleray.actors.checkpoint.actor", {"torch", "ray.train", "eagleray.project"}),
         ("import eagleray.actors.data.loader_actor", {"torch", "ray.train", "tokenizers"}),
         ("import eagleray.actors.trainer.recorder_actor", {"torch", "ray.train", "numpy"}),
     ],
-    ids=["worker", "controller", "checkpoint store", "loader", "recorder"],
+    ids=["training process", "worker", "gang", "controller", "checkpoint store", "loader", "recorder"],
 )
 def test_a_process_imports_nothing_that_it_does_not_use(program: str, unwanted: set[str]) -> None:
     code = f"{program}\nimport sys; print(sorted({unwanted!r} & set(sys.modules)))"

@@ -8,7 +8,7 @@ import pytest
 
 from eagleray.actors.data.batch import Batch
 from eagleray.actors.data.mixture import Mixture
-from eagleray.actors.trainer.worker import LoaderSource
+from eagleray.actors.trainer.process import LoaderSource
 from eagleray.platform.errors import ServiceError
 
 
