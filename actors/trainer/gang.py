@@ -166,6 +166,10 @@ class Gang:
         await asyncio.sleep(_ALL_STUCK_S)
         return rank in laggards(self._stuck)
 
+    async def places(self) -> list[Place]:
+        """The places that Ray Train's workers hold now."""
+        return list(self._group.places.values()) if self._group else []
+
     async def verdict(self) -> Verdict | None:
         """How the run ended; None if it has not yet."""
         await self._wait(lambda: self._verdict is not None)

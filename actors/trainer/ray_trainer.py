@@ -81,6 +81,7 @@ class EndableTrainer(DataParallelTrainer):
             variables[_WATCHER_VARIABLE] = "0"
         here = ray.get_runtime_context().get_node_id()
         controllers = ray.remote(Controller).options(
+            name=f"controller:{self.run_config.name}",
             num_cpus=0,
             label_selector={RAY_NODE_ID_KEY: here},
             runtime_env={"env_vars": variables},

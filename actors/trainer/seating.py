@@ -19,6 +19,8 @@ class Place:
     node_id: str
     gpu: int | None = None
     """Number of its GPU on the node."""
+    pid: int = field(default=0, compare=False)
+    """Of Ray Train's worker, which may change in the same place."""
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,7 @@ class Training:
         """Let Ray Train start the workers."""
         if _is_fixed():
             node = _nodes()[0]["NodeID"]
-            self._gang.expect.remote(
-                self._spec, self._actors, node, self._config.train.num_workers
-            )
+            self._gang.expect.remote(self._spec, self._actors, node, self._config.train.num_workers)
         self._thread.start()
 
     def wait(self, on_progress: Callable[[Progress], None]) -> None:
@@ -158,7 +156,10 @@ class Training:
     def _keep(self) -> None:
         """Let the store write what a run that failed has handed in: it is resumed from there."""
         with contextlib.suppress(EagleRayError):
-            what, limit_s = "the writing of checkpoints", self._config.train.checkpoint.write_timeout_s
+            what, limit_s = (
+                "the writing of checkpoints",
+                self._config.train.checkpoint.write_timeout_s,
+            )
             call(self._actors.store.flush, 0, timeout_s=limit_s, what=what)
 
     def _save(self) -> None:
@@ -280,7 +281,13 @@ def _create_actors(
     return RunActors(
         create_recorder(storage, run_id),
         create_store(storage, run_id, config.train.checkpoint),
-        {node: [create_loader(spec, node_id=node) for _ in range(count)] for node in nodes},
+        {
+            node: [
+                create_loader(spec, name=f"loader:{run_id}:{place}-{number}", node_id=node)
+                for number in range(count)
+            ]
+            for place, node in enumerate(nodes)
+        },
         create_evictor(cache, redis_url, name=evictor) if cache and redis_url else None,
         run_id,
         None if count else spec,

@@ -87,7 +87,7 @@ def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
     bind_log_context(run=actors.run_id, rank=rank)
     name = _attempt_name()
     node_id, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
-    place = Place(rank, node_id, int(gpus[0]) if gpus else None)
+    place = Place(rank, node_id, int(gpus[0]) if gpus else None, os.getpid())
     entering = name, world_size, place, spec, actors
     call(gang.enter, *entering, timeout_s=_CALL_S, what=_GANG)
     step_timeout_s = spec.train.step_timeout_s

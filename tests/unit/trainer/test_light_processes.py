@@ -31,7 +31,15 @@ optimizer.zero_grad(set_to_none=True)
         ("import eagleray.actors.data.loader_actor", {"torch", "ray.train", "tokenizers"}),
         ("import eagleray.actors.trainer.recorder_actor", {"torch", "ray.train", "numpy"}),
     ],
-    ids=["training process", "worker", "gang", "controller", "checkpoint store", "loader", "recorder"],
+    ids=[
+        "training process",
+        "worker",
+        "gang",
+        "controller",
+        "checkpoint store",
+        "loader",
+        "recorder",
+    ],
 )
 def test_a_process_imports_nothing_that_it_does_not_use(program: str, unwanted: set[str]) -> None:
     code = f"{program}\nimport sys; print(sorted({unwanted!r} & set(sys.modules)))"
