@@ -106,7 +106,7 @@ class Injector:
                     if rank in (None, worker.rank):
                         yield worker.node_id, worker.pid
             elif role == "worker":
-                gang = ray.get_actor(f"gang:{run_id}")
+                gang: Any = ray.get_actor(f"gang:{run_id}")
                 places: list[Place] = get(gang.places.remote(), timeout=_ANSWER_S)
                 for place in places:
                     if rank in (None, place.rank):
