@@ -1,12 +1,12 @@
 """What the ranks of a group tell each other beside gradients; with one rank, nothing is sent.
 
-Everything here is called by all ranks of the default process group, in the same order.
+A simulator may stand in for `Collectives`: nothing else of a rank's loop knows of the group.
 """
 
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,77 +35,105 @@ def peers_needed() -> Iterator[None]:
         raise PeerLostError(f"a collective failed: {lines[0][:300]}") from error
 
 
-def over_ranks(values: list[float], seat: Seat) -> list[float]:
-    """Sums over the ranks."""
-    if seat.world_size == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=_device())
-    with peers_needed():
-        dist.all_reduce(tensor)
-    summed: list[float] = tensor.tolist()
-    return summed
+class Collectives:
+    """The ranks of the default process group, as seen from one of them.
+
+    Every method is called by all ranks, in the same order.
+
+    Args:
+        seat: Of this rank.
+
+    Raises:
+        PeerLostError: From every method: another rank is gone.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def begin_sum(self, flat: torch.Tensor) -> "Pending":
+        """Begin to replace a tensor by its sum over the ranks, in place."""
+        with peers_needed():
+            return _Work(dist.all_reduce(flat, async_op=True))
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Sums over the ranks; `values` stays as it is."""
+        if self._seat.world_size == 1:
+            return values
+        tensor = torch.from_numpy(values.copy()).to(_device())
+        with peers_needed():
+            dist.all_reduce(tensor)
+        summed: np.ndarray = tensor.cpu().numpy()
+        return summed
+
+    def array_from(self, array: np.ndarray, source: int) -> np.ndarray:
+        """The array of rank `source`; of the same shape and type on all ranks."""
+        if self._seat.world_size == 1:
+            return array
+        tensor = torch.from_numpy(array.copy()).to(_device())
+        with peers_needed():
+            dist.broadcast(tensor, src=source)
+        sent: np.ndarray = tensor.cpu().numpy()
+        return sent
+
+    def share_chunk(self, flat: torch.Tensor, source: int) -> None:
+        """Replace a flat tensor by that of rank `source`, in place."""
+        sent = flat.to(_device())
+        with peers_needed():
+            dist.broadcast(sent, src=source)
+        flat.copy_(sent)
+
+    def from_rank_zero(self, value: int) -> int:
+        """Rank 0's number."""
+        return int(self.array_from(np.array([value], dtype=np.int64), 0)[0])
+
+    def values_from(self, values: Any, source: int) -> Any:
+        """Plain values of rank `source`; what the others give is not looked at."""
+        data = np.frombuffer(json.dumps(values).encode(), dtype=np.uint8)
+        size = int(self.array_from(np.array([len(data)], dtype=np.int64), source)[0])
+        if self._seat.rank != source:
+            data = np.zeros(size, dtype=np.uint8)
+        return json.loads(self.array_from(data, source).tobytes())
+
+    def share(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Fill tensors with those of rank `source`, in few messages."""
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in chunk])
+            self.share_chunk(flat, source)
+            with torch.no_grad():
+                offset = 0
+                for tensor in chunk:
+                    part = flat[offset : offset + tensor.numel()]
+                    tensor.copy_(part.view_as(tensor))
+                    offset += tensor.numel()
 
 
-def sums_over_ranks(sums: np.ndarray, seat: Seat) -> np.ndarray:
-    """Exact sums of whole numbers over the ranks; `sums` stays as it is."""
-    if seat.world_size == 1:
-        return sums
-    tensor = torch.from_numpy(sums.copy()).to(_device())
-    with peers_needed():
-        dist.all_reduce(tensor)
-    summed: np.ndarray = tensor.cpu().numpy()
-    return summed
+class Pending(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> None:
+        """Block until it is there."""
 
 
-def from_rank_zero(value: int, seat: Seat) -> int:
-    """Rank 0's number."""
-    return int(array_from(np.array([value], dtype=np.int64), 0, seat)[0])
+class _Work:
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with peers_needed():
+            self._work.wait()
 
 
-def array_from(array: np.ndarray, source: int, seat: Seat) -> np.ndarray:
-    """The array of rank `source`; of the same shape and type on all ranks."""
-    if seat.world_size == 1:
-        return array
-    tensor = torch.from_numpy(array.copy()).to(_device())
-    with peers_needed():
-        dist.broadcast(tensor, src=source)
-    sent: np.ndarray = tensor.cpu().numpy()
-    return sent
-
-
-def values_from(values: Any, source: int, seat: Seat) -> Any:
-    """Plain values of rank `source`; what the others give is not looked at."""
-    data = np.frombuffer(json.dumps(values).encode(), dtype=np.uint8)
-    size = int(array_from(np.array([len(data)], dtype=np.int64), source, seat)[0])
-    if seat.rank != source:
-        data = np.zeros(size, dtype=np.uint8)
-    return json.loads(array_from(data, source, seat).tobytes())
-
-
-def share(tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Fill tensors with those of rank `source`, in few messages."""
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     chunk: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
         if chunk and (size + tensor.nbytes > _CHUNK_BYTES or tensor.dtype != chunk[0].dtype):
-            _share_chunk(chunk, source)
+            yield chunk
             chunk, size = [], 0
         chunk.append(tensor)
         size += tensor.nbytes
     if chunk:
-        _share_chunk(chunk, source)
-
-
-def _share_chunk(tensors: list[torch.Tensor], source: int) -> None:
-    flat = torch.cat([tensor.detach().reshape(-1).to(_device()) for tensor in tensors])
-    with peers_needed():
-        dist.broadcast(flat, src=source)
-    with torch.no_grad():
-        offset = 0
-        for tensor in tensors:
-            part = flat[offset : offset + tensor.numel()]
-            tensor.copy_(part.view_as(tensor))
-            offset += tensor.numel()
+        yield chunk
 
 
 def _device() -> str:

@@ -25,6 +25,7 @@ from eagleray.actors.trainer.process_actor import create_process
 from eagleray.actors.trainer.run_actors import RunActors
 from eagleray.actors.trainer.seams import LoopSpec, Seat, Standing
 from eagleray.actors.trainer.seating import (
+    KEPT_JOURNALS,
     End,
     Outcome,
     Place,
@@ -68,7 +69,9 @@ class Member:
     node_id: str
     pid: int = 0
     standing: Standing | None = None
-    """None: it holds no state."""
+    """None: it holds no whole state."""
+    is_noted: bool = False
+    """Its own journal has what it alone knows."""
     journal: str = ""
     warm: Any = None
 
@@ -99,7 +102,8 @@ class Gang:
         self._group: Group | None = None
         self._members: dict[int, Member] = {}  # by rank
         self._spares: list[Member] = []
-        self._kept: dict[int, str] = {}  # rank -> its journal, as its place's worker holds it
+        # Rank -> journals of who sits and sat there, as the worker of its place holds them.
+        self._kept: dict[int, list[str]] = {}
         self._verdict: Verdict | None = None
         self._failures = 0
         self._stuck: dict[int, int] = {}
@@ -149,7 +153,8 @@ class Gang:
     async def holds(self, name: str, rank: int, path: str) -> None:
         """The worker of a rank holds the journal of its process open."""
         if self._group is not None and self._group.name == name:
-            self._kept[rank] = path
+            self._kept.setdefault(rank, []).insert(0, path)
+            del self._kept[rank][KEPT_JOURNALS:]
 
     async def stuck(self, name: str, rank: int, newest: int) -> bool:
         """The process of a rank makes no progress; whether it is the one that the others wait for.
@@ -285,6 +290,8 @@ class Gang:
         if failed:
             return Verdict(failed[0] or "it met a failure that no retry can mend")
         is_lost = any(outcome and outcome.end is End.LOST for outcome in outcomes.values())
+        if is_lost:
+            self._kept.clear()
         faults = {}
         for rank, outcome in outcomes.items():
             if outcome is None:
@@ -292,6 +299,7 @@ class Gang:
                 del self._members[rank]
             else:
                 self._members[rank].standing = None if is_lost else outcome.standing
+                self._members[rank].is_noted = not is_lost and outcome.is_noted
                 if outcome.message and outcome.end is not End.LOST:
                     faults[rank] = outcome.message
         if not faults:
@@ -307,33 +315,33 @@ class Gang:
 
     async def _seat(self, group: Group) -> dict[int, Plan]:
         """A member for each place, with its journal; rank -> its plan."""
-        inherited: dict[int, str] = {}
         while True:
             self._dismiss(group)
             for rank, place in sorted(group.places.items()):
                 if rank not in self._members:
                     self._members[rank] = self._taken(place.node_id)
-                    if rank in self._kept:
-                        inherited[rank] = self._kept.pop(rank)
             dead = await self._prepared(group.world_size)
             if not dead:
                 break
             for rank in dead:
                 del self._members[rank]
         standings = {rank: member.standing for rank, member in self._members.items()}
-        orphans = {rank for rank, standing in standings.items() if standing is None} - {*inherited}
+        inherited = {
+            rank: () if member.standing else tuple(self._kept.get(rank, ()))
+            for rank, member in self._members.items()
+        }
         # A rank's own sums are nowhere but in its journal.
-        bond = None if orphans else bond_of(standings)
+        is_known = all(m.is_noted or inherited[rank] for rank, m in self._members.items())
+        bond = bond_of(standings) if is_known else None
         numbers = local_ranks(group.places.values())
         async with self._changed:
             self._changed.notify_all()
         return {
             rank: Plan(
-                Seat(rank, group.world_size), numbers[rank], bond,
-                inherited.get(rank) if self._members[rank].standing is None else None, place.gpu,
+                Seat(rank, group.world_size), numbers[rank], bond, inherited[rank], place.gpu
             )
             for rank, place in group.places.items()
-        }  # fmt: skip
+        }
 
     def _dismiss(self, group: Group) -> None:
         """End members whose place is gone; their nodes have others."""
@@ -443,7 +451,7 @@ async def _outcome(reference: Any) -> Outcome | None:
 
 
 def _interrupted(member: Member) -> Outcome:
-    return Outcome(End.INTERRUPTED, member.standing or Standing(0, 0, 0))
+    return Outcome(End.INTERRUPTED, member.standing, member.is_noted)
 
 
 def _is_torn(outcomes: Any) -> bool:

@@ -14,7 +14,7 @@ that is due can therefore be done twice, or begun and not ended, without a trace
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,15 +25,7 @@ from eagleray.actors.checkpoint.snapshot import load_arrays, optimizer_tensors, 
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import Mixer
 from eagleray.actors.data.order import domains_of
-from eagleray.actors.trainer.collectives import (
-    PeerLostError,
-    array_from,
-    from_rank_zero,
-    over_ranks,
-    share,
-    sums_over_ranks,
-    values_from,
-)
+from eagleray.actors.trainer.collectives import Collectives, PeerLostError
 from eagleray.actors.trainer.journal import Entry, StepJournal
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.actors.trainer.seams import (
@@ -106,6 +98,8 @@ class RankTrainer:
         self._paused = threading.Event()
         self._journal: StepJournal | None = None
         self._seat, self._attempt, self._peak = Seat(), 0, 0.0
+        self._peers = Collectives(self._seat)
+        self._is_whole = self.is_noted = False
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -134,8 +128,10 @@ class RankTrainer:
         self._begin_anew()
 
     @property
-    def standing(self) -> Standing:
-        """How far it has come; not while it runs."""
+    def standing(self) -> Standing | None:
+        """How far it has come, None if it holds no whole state; not while it runs."""
+        if not self._is_whole:
+            return None
         decisions = self._mixer.decisions if self._mixer else 0
         return Standing(self._applied, decisions, self._settled)
 
@@ -151,8 +147,9 @@ class RankTrainer:
         reporter: Reporter,
         bond: Bond | None = None,
         journal: StepJournal | None = None,
-        inherited: StepJournal | None = None,
+        inherited: Sequence[StepJournal] = (),
         tell: Callable[[str], None] = lambda phase: None,
+        peers: Collectives | None = None,
     ) -> int:
         """Train to the last step.
 
@@ -165,8 +162,9 @@ class RankTrainer:
             reporter: Hears of figures.
             bond: How to go on without a snapshot; None: from the newest complete one.
             journal: Where to note what nobody else knows.
-            inherited: That of the rank whose place this one takes, if it died.
+            inherited: Those of the processes that sat here and died, the last one first.
             tell: Hears `restored` and, after the first step, `stepped`.
+            peers: The ranks; None: of the default process group.
 
         Returns:
             The number of steps that the final weights have seen.
@@ -179,20 +177,23 @@ class RankTrainer:
         """
         self._paused.clear()
         self._seat, self._journal = seat, journal
-        self._stepper.span(seat.world_size)
+        self._peers = peers or Collectives(seat)
+        self._stepper.span(seat.world_size, self._peers)
         attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
-        self._attempt = from_rank_zero(attempt, seat)
+        self._attempt = self._peers.from_rank_zero(attempt)
         reporter.join(self._attempt, seat.rank)
         if bond is None:
             self._take_up(sink.begin(self._attempt))
-            self._peak = over_ranks([self._own_peak], seat)[0]
+            self._peak = float(self._peers.sums(np.array([self._own_peak]))[0])
         else:
             newest = sink.renew(self._attempt) if seat.rank == 0 else 0
-            self._rejoin(bond, inherited or journal, from_rank_zero(newest, seat))
+            known = [journal, *inherited] if journal else []
+            self._rejoin(bond, known, self._peers.from_rank_zero(newest))
         if journal is not None:
             for step, ids in self._ids.items():
                 journal.keep_ids(step, ids)
             self._note(self._applied, self._window, self._mixer.sums() if self._mixer else None)
+            self.is_noted = True
         tell("restored")
         return self._train(source, sink, reporter, tell)
 
@@ -260,7 +261,7 @@ class RankTrainer:
         if self._is_row_due(done):
             row = self._row()
             stop = reporter.report(row) if seat.rank == 0 else None
-            is_last = bool(from_rank_zero(int(stop is not None), seat)) or is_last
+            is_last = bool(self._peers.from_rank_zero(int(stop is not None))) or is_last
             self._next_window = _Window(self._clock())
         if (is_last or done % train.checkpoint.every_steps == 0) and self._logged < done:
             begun = self._clock()
@@ -276,8 +277,8 @@ class RankTrainer:
 
     def _decide(self, mixer: Mixer) -> None:
         """Let rank 0 choose the next weights from the losses of all ranks, and tell the others."""
-        sums = sums_over_ranks(mixer.sums(), self._seat)
-        mixer.apply(array_from(mixer.decision(sums), 0, self._seat))
+        sums = self._peers.sums(mixer.sums())
+        mixer.apply(self._peers.array_from(mixer.decision(sums), 0))
         self._has_decided = True
 
     def _evaluate(self, source: BatchSource) -> None:
@@ -286,7 +287,7 @@ class RankTrainer:
         for index in range(seat.rank, self._spec.train.eval.num_batches, seat.world_size):
             loss_sum, tokens = self._stepper.evaluate(source.eval_batch(index))
             total, count = total + loss_sum, count + tokens
-        total, tokens_seen = over_ranks([total, float(count)], seat)
+        total, tokens_seen = self._peers.sums(np.array([total, float(count)])).tolist()
         loss = total / tokens_seen
         # A figure that is no number can neither be recorded nor compared.
         if not math.isfinite(loss):
@@ -297,7 +298,8 @@ class RankTrainer:
     def _row(self) -> StepRow:
         train, window, mixer = self._spec.train, self._window, self._mixer
         done = self._applied
-        loss_sum, tokens = over_ranks([window.loss_sum, float(window.tokens)], self._seat)
+        sums = self._peers.sums(np.array([window.loss_sum, float(window.tokens)]))
+        loss_sum, tokens = sums.tolist()
         elapsed = self._clock() - window.began
         flops = self._spec.model.flops_per_token(self._spec.seq_len) * tokens
         names = ("data", "compute", "communication", "checkpoint", "eval")
@@ -317,7 +319,7 @@ class RankTrainer:
         loss = self._eval_loss_at(done)
         meta: dict[str, Any] = {} if loss is None else {"eval_loss": loss}
         if self._mixer:
-            meta["mixer"] = self._mixer.state(sums_over_ranks(self._mixer.sums(), seat))
+            meta["mixer"] = self._mixer.state(self._peers.sums(self._mixer.sums()))
         samples = np.stack([self._ids[step] for step in range(self._logged, done)])
         complete = sink.submit(
             Snapshot(
@@ -332,14 +334,19 @@ class RankTrainer:
         """Go on from a snapshot; from the beginning without one."""
         start = checkpoint.step if checkpoint else 0
         self._agree(start)
+        self._is_whole = False
         if not self._is_new:
             self._begin_anew()
         seed, rank = self._spec.train.seed, self._seat.rank
         # The stream of a rank depends on nothing but the seed and the rank, at a resize too.
         torch.manual_seed((seed * 1_000_003 + rank) % _MAX_SEED)
         self._window = _Window(self._clock())
-        if checkpoint is None:
-            return
+        if checkpoint is not None:
+            self._load(checkpoint)
+        self._is_whole = True
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        rank = self._seat.rank
         self._is_new = False
         load_arrays(checkpoint.arrays, self._model, self._stepper.optimizer)
         state = checkpoint.arrays.get(_rng_name(rank))
@@ -347,11 +354,11 @@ class RankTrainer:
             torch.set_rng_state(torch.from_numpy(np.array(state, copy=True)))
         if self._mixer:
             self._mixer.load_state(checkpoint.meta["mixer"], is_first=rank == 0)
-        self._applied = self._settled = self._logged = start
+        self._applied = self._settled = self._logged = checkpoint.step
 
     def _agree(self, start: int) -> None:
         """Refuse to train from states of different steps, as from a store that died between."""
-        lead = from_rank_zero(start, self._seat)
+        lead = self._peers.from_rank_zero(start)
         if lead != start:
             raise ServiceError(
                 f"rank {self._seat.rank} was given the state after step {start}, rank 0 that after "
@@ -359,26 +366,29 @@ class RankTrainer:
                 "the next attempt starts from one state",
             )
 
-    def _rejoin(self, bond: Bond, known: StepJournal | None, newest: int) -> None:
+    def _rejoin(self, bond: Bond, known: Sequence[StepJournal], newest: int) -> None:
         """Go on from the newest state that a rank holds.
 
         Args:
             bond: Which, and whose.
-            known: The journal of who sat here.
+            known: The journals of who sat here.
             newest: Step of the newest complete snapshot.
         """
-        entry = known.entry(bond.done) if known else None
-        ids = known.ids(newest, bond.done) if known else None
-        is_lost = over_ranks([float(entry is None or ids is None)], self._seat)[0] > 0
+        found = ((journal.entry(bond.done), journal.ids(newest, bond.done)) for journal in known)
+        entry, ids = next(((e, i) for e, i in found if e and i is not None), (None, None))
+        is_lost = self._peers.sums(np.array([entry is None], dtype=np.int64))[0] > 0
         if is_lost or entry is None or ids is None:
             raise StateLostError(f"a dead rank's journal of step {bond.done} is gone")
+        if self._applied != bond.done:
+            # Until it holds all of the other's.
+            self._is_whole = False
+        self._is_new = False
         if not bond.done:
             self._begin_anew()
         elif bond.is_shared:
-            share(optimizer_tensors(self._model, self._stepper.optimizer), bond.source)
-        common = values_from(self._common(), bond.source, self._seat)
+            self._peers.share(optimizer_tensors(self._model, self._stepper.optimizer), bond.source)
+        common = self._peers.values_from(self._common(), bond.source)
         torch.set_rng_state(torch.from_numpy(np.frombuffer(entry.rng, dtype=np.uint8).copy()))
-        self._is_new = False
         self._applied, self._settled, self._logged = bond.done, bond.settled, newest
         self._ids = ids
         self._eval_loss = tuple(common["eval_loss"]) if common["eval_loss"] else None
@@ -392,6 +402,7 @@ class RankTrainer:
             # What a decision has used up is no longer counted.
             if self._mixer.decisions == entry.decisions:
                 self._mixer.set_sums(np.array(entry.sums, dtype=np.int64))
+        self._is_whole = True
 
     def _common(self) -> dict[str, Any]:
         """What all ranks know alike, beside model and optimizer."""

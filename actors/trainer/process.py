@@ -153,7 +153,7 @@ class TrainProcess:
                 group.meet(address, seat)
             self._tell(seat.rank, "met")
             self._train(trainer, plan)
-            return Outcome(End.FINISHED, trainer.standing)
+            return Outcome(End.FINISHED, trainer.standing, trainer.is_noted)
         except PeerLostError as error:
             return self._interrupted(End.INTERRUPTED, trainer, str(error))
         except StateLostError as error:
@@ -191,7 +191,8 @@ class TrainProcess:
         seat, spec = plan.seat, self._spec
         timeout_s = spec.train.checkpoint.write_timeout_s + CALL_TIMEOUT_S
         store = StoreClient(self._actors.store, timeout_s)
-        inherited = StepJournal.open(plan.inherited) if plan.inherited else None
+        opened = (StepJournal.open(path) for path in plan.inherited)
+        inherited = [journal for journal in opened if journal is not None]
         with _source(self._actors, plan, spec) as source:
             trainer.run(
                 seat, source, store, self._recorder, plan.bond, self._journal, inherited,
@@ -214,7 +215,8 @@ class TrainProcess:
         logger.warning("attempt interrupted: %s", message)
         if trainer is None:
             return Outcome(End.LOST, message=message)
-        return Outcome(end, trainer.standing, message if is_own else "")
+        said = message if is_own else ""
+        return Outcome(end, trainer.standing, trainer.is_noted, said)
 
     def _fail(self, fatal: Fatal) -> None:
         self._recorder.ask("fail", fatal)

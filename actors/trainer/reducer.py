@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from eagleray.actors.trainer.collectives import peers_needed
+from eagleray.actors.trainer.collectives import Collectives, Pending
+from eagleray.actors.trainer.seams import Seat
 
 _BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough to overlap
 
@@ -35,7 +35,7 @@ class _Bucket:
             self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
             offset += parameter.numel()
         self.waiting = len(parameters)
-        self.work: dist.Work | None = None
+        self.work: Pending | None = None
 
 
 class GradientReducer:
@@ -48,6 +48,7 @@ class GradientReducer:
     Args:
         parameters: All trained parameters, in an order that is the same on every rank.
         world_size: Ranks; with one, nothing is sent.
+        peers: The ranks.
         bucket_bytes: Most bytes that travel together.
     """
 
@@ -55,9 +56,11 @@ class GradientReducer:
         self,
         parameters: Iterable[nn.Parameter],
         world_size: int,
+        peers: Collectives | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._world_size = world_size
+        self._peers = peers or Collectives(Seat(0, world_size))
         self._armed = False
         self._num_sent = 0
         self._buckets: list[_Bucket] = []
@@ -109,8 +112,7 @@ class GradientReducer:
             self._send_next()
         for bucket in self._buckets:
             assert bucket.work is not None, "a bucket was not sent"
-            with peers_needed():
-                bucket.work.wait()
+            bucket.work.wait()
             bucket.flat /= self._world_size
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
@@ -138,8 +140,7 @@ class GradientReducer:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
-        with peers_needed():
-            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+        bucket.work = self._peers.begin_sum(bucket.flat)
 
 
 def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

@@ -10,6 +10,9 @@ from enum import Enum
 
 from eagleray.actors.trainer.seams import Bond, Seat, Standing
 
+KEPT_JOURNALS = 4
+"""Of the processes at one place; one that dies before it has taken over leaves that of the last."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -31,14 +34,14 @@ class Plan:
         seat: Of the member.
         local_rank: Among the ranks of its node.
         bond: How the ranks go on without a snapshot; None: from the newest complete one.
-        inherited: Path of the journal of the one that sat here, if it died.
+        inherited: Paths of the journals of those that sat here and died, the last one first.
         gpu: Number of its GPU on the node.
     """
 
     seat: Seat
     local_rank: int = 0
     bond: Bond | None = None
-    inherited: str | None = None
+    inherited: tuple[str, ...] = ()
     gpu: int | None = None
 
 
@@ -56,7 +59,10 @@ class Outcome:
     """How a member's part in an attempt ended, and how far it came."""
 
     end: End
-    standing: Standing = field(default_factory=lambda: Standing(0, 0, 0))
+    standing: Standing | None = None
+    """None: it holds no whole state."""
+    is_noted: bool = False
+    """Its own journal has what it alone knows."""
     message: str = ""
 
 

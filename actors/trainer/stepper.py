@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eagleray.actors.trainer.collectives import Collectives
 from eagleray.actors.trainer.device_feed import DeviceFeed
 from eagleray.actors.trainer.reducer import GradientReducer
 from eagleray.actors.trainer.schedule import learning_rate
@@ -72,7 +73,6 @@ class Stepper:
     ) -> None:
         self.model, self.config = model, config
         self.optimizer = make_optimizer(model, config.optimizer)
-        self._world_size = world_size
         self._reducer = GradientReducer(model.parameters(), world_size)
         self._device = torch.device(config.device)
         self._feed = DeviceFeed(self._device)
@@ -138,12 +138,10 @@ class Stepper:
         self.drop()
         self.optimizer.state.clear()
 
-    def span(self, world_size: int) -> None:
-        """Average over another number of ranks from now on."""
-        if world_size != self._world_size:
-            self._reducer.close()
-            self._world_size = world_size
-            self._reducer = GradientReducer(self.model.parameters(), world_size)
+    def span(self, world_size: int, peers: Collectives) -> None:
+        """Average over these ranks from now on."""
+        self._reducer.close()
+        self._reducer = GradientReducer(self.model.parameters(), world_size, peers)
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: np.ndarray) -> tuple[float, int]:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from eagleray.actors.rpc import call, result
 from eagleray.actors.trainer.journal import StepJournal
 from eagleray.actors.trainer.run_actors import RunActors
 from eagleray.actors.trainer.seams import LoopSpec
-from eagleray.actors.trainer.seating import Place, Verdict
+from eagleray.actors.trainer.seating import KEPT_JOURNALS, Place, Verdict
 from eagleray.platform.errors import RunFailedError
 from eagleray.platform.telemetry import bind_log_context, configure_logging
 
@@ -91,7 +92,8 @@ def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
     entering = name, world_size, place, spec, actors
     call(gang.enter, *entering, timeout_s=_CALL_S, what=_GANG)
     step_timeout_s = spec.train.step_timeout_s
-    watch, before = Watch(0, None, step_timeout_s), Watch(0, None, step_timeout_s)
+    watch = Watch(0, None, step_timeout_s)
+    held: deque[StepJournal] = deque()
     verdict = gang.verdict.remote()
     seated = gang.seated.remote(name, rank, 0)
     while True:
@@ -106,12 +108,13 @@ def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
         if seated in ready:
             sits: tuple[int, str] | None = result(seated, timeout_s=_CALL_S, what=_GANG)
             if sits is not None:
-                # Who takes the place of a dead process reads its journal, so it is kept a while.
-                if before.journal is not None:
-                    before.journal.close()
-                before, watch = watch, _opened(sits[0], sits[1], step_timeout_s)
+                watch = _opened(sits[0], sits[1], step_timeout_s)
                 if watch.journal is not None:
+                    held.appendleft(watch.journal)
                     gang.holds.remote(name, rank, watch.journal.path)
+                    # The gang has forgotten this one by then.
+                    if len(held) > KEPT_JOURNALS + 1:
+                        held.pop().close()
             seated = gang.seated.remote(name, rank, watch.pid)
         state = watch.look()
         if state == "stopped":

@@ -28,6 +28,7 @@ data:
 model: {dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_seq_len: 32}
 train:
   num_workers: 2
+  spares: 0
   steps: 200
   batch_size: 8
   micro_batch_size: 4

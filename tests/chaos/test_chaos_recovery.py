@@ -43,7 +43,7 @@ def trained(project: Project, run: TrainedRun) -> list[tuple[int, int]]:
 def test_stopped_and_killed_processes_are_replaced_and_cost_no_step(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
-    project = make_project("train.max_failures=4")
+    project = make_project("train.max_failures=4", "train.spares=1")
     run, _ = train(
         project,
         {"kind": "stop", "rank": 0, "step": 30},
@@ -63,7 +63,7 @@ def test_stopped_and_killed_processes_are_replaced_and_cost_no_step(
 def test_workers_of_ray_train_that_die_cost_nothing(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
-    project = make_project("train.spares=0")
+    project = make_project()
     run, _ = train(project, {"role": "worker", "rank": 1, "step": 20})
     assert_same(run, undisturbed)
     assert run.attempts == 1
@@ -72,7 +72,7 @@ def test_workers_of_ray_train_that_die_cost_nothing(
 def test_without_its_gang_a_run_goes_on_from_a_snapshot(
     make_project: MakeProject, undisturbed: TrainedRun
 ) -> None:
-    project = make_project("train.spares=0", "data.loaders=2")
+    project = make_project("data.loaders=2")
     run, _ = train(project, {"role": "gang", "step": 40}, {"role": "loader", "step": 120})
     assert_same(run, undisturbed)
     assert run.attempts == 2

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from eagleray.actors.trainer.collectives import Collectives
 from eagleray.actors.trainer.reducer import GradientReducer
+from eagleray.actors.trainer.seams import Seat
 
 WORLD_SIZE = 2
 
@@ -15,19 +16,23 @@ class Sent:
         """It has come."""
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of what was sent; the other rank's gradients are three times ours."""
-    sizes: list[int] = []
+class Peers(Collectives):
+    """One more rank, whose gradients are three times ours; notes sizes of what was sent."""
 
-    def all_reduce(flat: torch.Tensor, *, async_op: bool) -> Sent:
-        assert async_op
-        sizes.append(flat.numel())
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(Seat(0, WORLD_SIZE))
+        self._sizes = sizes
+
+    def begin_sum(self, flat: torch.Tensor) -> Sent:
+        self._sizes.append(flat.numel())
         flat.mul_(4)
         return Sent()
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return sizes
+
+@pytest.fixture
+def sent() -> list[int]:
+    """Sizes of what was sent."""
+    return []
 
 
 def parameters() -> list[nn.Parameter]:

@@ -1,0 +1,369 @@
+"""Seconds from the death of a training process to the next optimizer step, beside peers.
+
+    python -m benchmarks.recovery [--quick] [--json FILE] [--only eagleray torchrun ray torchft]
+
+Two ranks on this machine train a decoder of 1.6 million parameters; one of them is killed by
+SIGKILL, again and again: 10 times, with --quick 3. Each way runs by itself, with nothing beside it.
+Before each kill it has trained for 12 seconds since the last recovery.
+
+    step       to the first optimizer step of any rank that was not done before the kill
+    both       to the first step after which both ranks have trained
+    redone     steps that were done before the kill and had to be done again
+    worker     eagleray: Ray Train's worker is killed; the longest pause in the 15 s that follow
+    stopped    eagleray: a rank gets SIGSTOP
+
+Peers: torchrun (restarts all), Ray Train (restarts all; its health check is tightened to 0.2 s),
+torchft 0.2 (goes on with the survivor; heartbeat 1 s). Each writes a checkpoint every 10 steps.
+Fifteen minutes; with --quick five.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from benchmarks.leftovers import end_family
+from benchmarks.record import Figure, console, run
+from benchmarks.recovery_peers import BATCH, EVERY, MODEL, SEQ_LEN
+
+from eagleray.actors.chaos import ChaosPlan, Injector
+from eagleray.project import Project
+
+_SETTLE_S = 12.0
+_LIMIT_S = 150.0
+_GOAL_S = 3.0
+_WAYS = ("eagleray", "torchrun", "ray", "torchft")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of one rank."""
+
+    time_s: float
+    step: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one kill cost."""
+
+    step_s: float
+    both_s: float
+    redone: int
+
+
+def measure(arguments: argparse.Namespace) -> list[Figure]:
+    """All figures."""
+    kills = 3 if arguments.quick else 10
+    found: dict[str, list[Recovery]] = {}
+    figures: list[Figure] = []
+    for way in arguments.only:
+        with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
+            if way == "eagleray":
+                found[way], more = _ours(Path(folder), kills)
+                figures += more
+            else:
+                with _skipped(way):
+                    found[way] = _peer(way, Path(folder), kills)
+    ours = found.get("eagleray", [])
+    for way, recoveries in found.items():
+        if way == "eagleray" or not recoveries or not ours:
+            continue
+        goal = "a tenth of Ray Train's" if way == "ray" else ""
+        for name, pick in _PARTS.items():
+            mine, theirs = _median(ours, pick), _median(recoveries, pick)
+            is_goal = bool(goal) and name == "step"
+            figures.append(
+                Figure(
+                    f"killed: {name}, median", mine, "s", way, theirs,
+                    goal if is_goal else "", mine <= theirs / 10 if is_goal else None,
+                )
+            )  # fmt: skip
+            figures.append(
+                Figure(f"killed: {name}, p95", _p95(ours, pick), "s", way, _p95(recoveries, pick))
+            )
+        figures.append(
+            Figure(
+                "killed: redone, most",
+                max(r.redone for r in ours),
+                "steps",
+                way,
+                max(r.redone for r in recoveries),
+            )
+        )
+    if ours:
+        median = _median(ours, _PARTS["step"])
+        figures.insert(
+            0, Figure("killed: step, median", median, "s", goal="below 3 s", holds=median < _GOAL_S)
+        )
+        most = max(recovery.redone for recovery in ours)
+        figures.insert(
+            1, Figure("killed: redone, most", most, "steps", goal="at most 1", holds=most <= 1)
+        )
+    return figures
+
+
+_PARTS: dict[str, Callable[[Recovery], float]] = {
+    "step": lambda recovery: recovery.step_s,
+    "both": lambda recovery: recovery.both_s,
+}
+
+
+def _ours(folder: Path, kills: int) -> tuple[list[Recovery], list[Figure]]:
+    """Ours, by the product's own injector."""
+    _write_project(folder)
+    project = Project.load(folder)
+    recoveries: list[Recovery] = []
+    figures: list[Figure] = []
+    striker = _Striker(
+        [*[("kill", "process")] * kills, *[("kill", "worker")] * 3, *[("stop", "process")] * 3],
+        lambda kind, role: Injector(
+            ChaosPlan.model_validate({"faults": [{"kind": kind, "role": role}]})
+        ),
+    )
+    with contextlib.suppress(_EnoughError):
+        project.train(striker)
+    rows = project.runs.metrics(striker.run_id)
+    steps = [(row["time_s"], row["step"]) for row in rows]
+    pauses: dict[str, list[float]] = {"worker": [], "stopped": []}
+    for kind, role, time_s in striker.struck:
+        before = max(step for at, step in steps if at <= time_s)
+        if role == "worker":
+            near = [at for at, _ in steps if time_s - 1 <= at <= time_s + 15]
+            pauses["worker"].append(max(b - a for a, b in itertools.pairwise(near)))
+            continue
+        after = [(at, step) for at, step in steps if at > time_s and step > before]
+        took_s = after[0][0] - time_s
+        if kind == "stop":
+            pauses["stopped"].append(took_s)
+            continue
+        # Figures come once a step, and of all ranks together.
+        again = [step for at, step in steps if at > time_s and step <= before]
+        recoveries.append(Recovery(took_s, took_s, len(set(again))))
+    events = [e for e in project.runs.events(striker.run_id) if e["event"] == "recovery"]
+    for phase in ("gathered", "seated", "met", "restored", "stepped"):
+        seconds = sorted(event.get(f"{phase}_s", 0.0) for event in events[:kills])
+        figures.append(Figure(f"killed: {phase}", seconds[len(seconds) // 2], "s"))
+    figures.append(
+        Figure(
+            "worker: longest pause",
+            max(pauses["worker"]),
+            "s",
+            goal="below 10 s",
+            holds=max(pauses["worker"]) < 10,
+        )
+    )
+    stopped = sorted(pauses["stopped"])[len(pauses["stopped"]) // 2]
+    figures.append(
+        Figure("stopped: step, median", stopped, "s", goal="below 10 s", holds=stopped < 10)
+    )
+    return recoveries, figures
+
+
+class _EnoughError(Exception):
+    """All faults have happened, and been recovered from."""
+
+
+class _Striker:
+    """Carries one fault out after the other, each when the one before is long over."""
+
+    def __init__(self, faults: list[tuple[str, str]], make: Callable[[str, str], Any]) -> None:
+        self._faults, self._make = faults, make
+        self._injector: Any = None
+        self._ready_at = float("inf")
+        self._seen = 0
+        self.struck: list[tuple[str, str, float]] = []
+        self.run_id = ""
+
+    def __call__(self, run_id: str, progress: Any) -> None:
+        self.run_id = run_id
+        now = time.time()
+        if progress.rows:
+            step = progress.rows[-1].step
+            if step > self._seen:
+                if self._ready_at == float("inf"):
+                    self._ready_at = now + _SETTLE_S
+                self._seen = step
+        if now < self._ready_at or not progress.rows:
+            return
+        if len(self.struck) == len(self._faults):
+            raise _EnoughError
+        kind, role = self._faults[len(self.struck)]
+        injector = self._make(kind, role)
+        injector(run_id, progress)
+        if injector.fired:
+            self.struck.append((kind, role, injector.fired[0].time_s))
+            # Known to be over by a step of after it.
+            self._ready_at, self._seen = float("inf"), progress.rows[-1].step + 2
+
+
+def _write_project(folder: Path) -> None:
+    words = " ".join(f"word{number % 97}" for number in range(400))
+    lines = [json.dumps({"text": f"{words} {number}"}) + "\n" for number in range(200)]
+    (folder / "text.jsonl").write_text("".join(lines))
+    (folder / "eagleray.yaml").write_text(
+        f"""\
+name: recovery
+storage: {{uri: store}}
+redis: {{mode: "off"}}
+cluster: {{num_cpus: 4, object_store_bytes: 200MB, start_timeout_s: 120}}
+data:
+  sources: [{{path: text.jsonl}}]
+  tokenizer: {{vocab_size: {MODEL.vocab_size}}}
+  seq_len: {SEQ_LEN}
+model: {{dim: {MODEL.dim}, num_layers: {MODEL.num_layers}, num_heads: {MODEL.num_heads},
+  num_kv_heads: {MODEL.num_kv_heads}, ffn_dim: {MODEL.ffn_dim}, max_seq_len: {MODEL.max_seq_len}}}
+train:
+  num_workers: 2
+  steps: 1000000
+  batch_size: {BATCH}
+  micro_batch_size: {BATCH}
+  max_failures: 1000
+  log_every_steps: 1
+  eval: {{every_steps: 1000000, num_batches: 1}}
+  checkpoint: {{every_steps: {EVERY}}}
+"""
+    )
+
+
+def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
+    """A peer, killed as often."""
+    recoveries: list[Recovery] = []
+    with _running(way, folder) as restart:
+        for _ in range(kills):
+            _wait(folder, lambda steps: {step.rank for step in steps} == {0, 1}, restart)
+            time.sleep(_SETTLE_S)
+            newest = {step.rank: step for step in _steps(folder)}
+            victim = newest[1]
+            os.kill(victim.pid, signal.SIGKILL)
+            killed_s = time.time()
+            before = max(step.step for step in _steps(folder) if step.time_s <= killed_s)
+
+            def later(steps: list[Step], killed_s: float = killed_s) -> list[Step]:
+                return [step for step in steps if step.time_s > killed_s + 0.05]
+
+            def is_over(steps: list[Step], before: int = before, victim: Step = victim) -> bool:
+                return {s.rank for s in later(steps) if s.step > before} == {0, 1} and any(
+                    s.pid != victim.pid and s.rank == 1 for s in later(steps)
+                )
+
+            steps = _wait(folder, is_over, restart)
+            after = [step for step in later(steps) if step.step > before]
+            first = min(step.time_s for step in after)
+            both = min(step.time_s for step in after if step.rank == 1 and step.pid != victim.pid)
+            redone = {step.step for step in later(steps) if step.step <= before}
+            recoveries.append(Recovery(first - killed_s, both - killed_s, len(redone)))
+            (folder / "steps").unlink()
+    return recoveries
+
+
+@contextlib.contextmanager
+def _running(way: str, folder: Path) -> Iterator[Callable[[], None]]:
+    """A peer at work; gives what starts again what its own supervisor does not."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    module = ["-m", "benchmarks.recovery_peers", way, str(folder)]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command], env=environment, stdout=log, stderr=log
+            )
+        processes.append(process)
+        return process
+
+    restart: Callable[[], None] = lambda: None  # noqa: E731
+    lighthouse: Any = None
+    if way == "torchrun":
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        start(*launcher, "--max-restarts", "1000", *module)
+    elif way == "ray":
+        start(*module)
+    else:
+        from torchft.coordination import LighthouseServer
+
+        lighthouse = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50,
+            heartbeat_timeout_ms=1000,
+        )  # fmt: skip
+        ranks = [start(*module, str(rank), lighthouse.address()) for rank in (0, 1)]
+
+        def restart() -> None:
+            for rank, process in enumerate(ranks):
+                if process.poll() is not None:
+                    ranks[rank] = start(*module, str(rank), lighthouse.address())
+
+    try:
+        yield restart
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end_family(process.pid)
+            process.kill()
+            process.wait()
+        if lighthouse is not None:
+            lighthouse.shutdown()
+
+
+def _wait(
+    folder: Path, condition: Callable[[list[Step]], bool], restart: Callable[[], None]
+) -> list[Step]:
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline:
+        restart()
+        steps = _steps(folder)
+        if condition(steps):
+            return steps
+        time.sleep(0.02)
+    log = (folder / "log").read_text(errors="replace").splitlines()
+    raise TimeoutError(f"not back within {_LIMIT_S:g} s; last words: {log[-1] if log else ''}")
+
+
+def _steps(folder: Path) -> list[Step]:
+    with contextlib.suppress(FileNotFoundError):
+        lines = [line.split() for line in (folder / "steps").read_text().splitlines()]
+        return [
+            Step(float(t), int(s), int(r), int(p))
+            for t, s, r, p in (x for x in lines if len(x) == 4)
+        ]
+    return []
+
+
+def _median(recoveries: list[Recovery], pick: Callable[[Recovery], float]) -> float:
+    ordered = sorted(map(pick, recoveries))
+    return ordered[len(ordered) // 2]
+
+
+def _p95(recoveries: list[Recovery], pick: Callable[[Recovery], float]) -> float:
+    ordered = sorted(map(pick, recoveries))
+    return ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))]
+
+
+@contextlib.contextmanager
+def _skipped(name: str) -> Iterator[None]:
+    """Tell why a peer is not measured, and go on."""
+    try:
+        yield
+    except (ImportError, TimeoutError, KeyError) as error:
+        console.print(f"not measured: {name}: {type(error).__name__}: {str(error)[:300]}")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=_WAYS, default=list(_WAYS))
+
+
+if __name__ == "__main__":
+    run(__doc__.partition("\n")[0], measure, _add_options)

@@ -1,0 +1,176 @@
+"""The training loop of benchmarks.recovery, as torchrun, Ray Train and torchft have it.
+
+    python -m benchmarks.recovery_peers torchrun FOLDER     under torch.distributed.run
+    python -m benchmarks.recovery_peers ray FOLDER          starts a Ray cluster of its own
+    python -m benchmarks.recovery_peers torchft FOLDER RANK LIGHTHOUSE
+
+Each rank adds a line to FOLDER/steps after each optimizer step: time, step, rank, pid. A checkpoint
+is written every 10 steps, as their documentation has it.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from eagleray.platform.model.config import DecoderConfig
+from eagleray.platform.model.decoder import Decoder
+
+MODEL = DecoderConfig(
+    vocab_size=512, dim=192, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=32, ffn_dim=512,
+    max_seq_len=128,
+)  # fmt: skip
+SEQ_LEN, BATCH, WORLD_SIZE, EVERY = 64, 16, 2, 10
+MAX_STEPS = 1_000_000
+
+
+class Parts:
+    """Model, optimizer and batches of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self.model: nn.Module = Decoder(MODEL)
+        self.model.init_weights(torch.Generator().manual_seed(0))  # type: ignore[operator]
+        self.rank = rank
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of the model as it is by now."""
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Over this rank's part of a step's batch."""
+        draw = torch.Generator().manual_seed(step * WORLD_SIZE + self.rank)
+        rows = torch.randint(0, 512, (BATCH // WORLD_SIZE, SEQ_LEN + 1), generator=draw)
+        logits = self.model(rows[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def note(folder: Path, step: int, rank: int) -> None:
+    """One line, in one write."""
+    descriptor = os.open(folder / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(descriptor, f"{time.time()} {step} {rank} {os.getpid()}\n".encode())
+    os.close(descriptor)
+
+
+def with_torchrun(folder: Path) -> None:
+    """Restarted as a whole by the agent; goes on from the last checkpoint."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    parts, path = Parts(rank), folder / "checkpoint.pt"
+    parts.model = nn.parallel.DistributedDataParallel(parts.model)
+    optimizer, start = parts.optimizer(), 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        parts.model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    for step in range(start, MAX_STEPS):
+        optimizer.zero_grad()
+        parts.loss(step).backward()
+        optimizer.step()
+        note(folder, step, rank)
+        if (step + 1) % EVERY == 0 and rank == 0:
+            state = {"model": parts.model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "step": step + 1}, folder / "checkpoint.new")
+            (folder / "checkpoint.new").rename(path)
+
+
+def _train_with_ray(config: dict[str, Any]) -> None:
+    import ray.train
+    import ray.train.torch
+
+    folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
+    parts = Parts(rank)
+    parts.model = ray.train.torch.prepare_model(parts.model)
+    optimizer, start = parts.optimizer(), 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as saved:
+            state = torch.load(Path(saved) / "state.pt", weights_only=True)
+        parts.model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    for step in range(start, MAX_STEPS):
+        optimizer.zero_grad()
+        parts.loss(step).backward()
+        optimizer.step()
+        note(folder, step, rank)
+        if (step + 1) % EVERY == 0:
+            with tempfile.TemporaryDirectory() as made:
+                kept = None
+                if rank == 0:
+                    state = {"model": parts.model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save({**state, "step": step + 1}, Path(made) / "state.pt")
+                    kept = ray.train.Checkpoint.from_directory(made)
+                ray.train.report({"step": step + 1}, checkpoint=kept)
+
+
+def with_ray(folder: Path) -> None:
+    """Ray Train, with its health check as tight as it goes well."""
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.init(num_cpus=4, log_to_driver=False, object_store_memory=200_000_000)
+    TorchTrainer(
+        _train_with_ray,
+        train_loop_config={"folder": str(folder)},
+        scaling_config=ScalingConfig(num_workers=WORLD_SIZE),
+        run_config=RunConfig(
+            name="peer",
+            storage_path=str(folder / "ray"),
+            failure_config=FailureConfig(max_failures=-1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    ).fit()
+
+
+def with_torchft(folder: Path, rank: int, lighthouse: str) -> None:
+    """One replica group of one process; the other goes on alone while it is gone."""
+    import torchft
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = Parts(rank)
+
+    def load(state: dict[str, Any]) -> None:
+        parts.model.load_state_dict(state["model"])
+        plain.load_state_dict(state["optimizer"])
+
+    plain = parts.optimizer()
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=load,
+        state_dict=lambda: {"model": parts.model.state_dict(), "optimizer": plain.state_dict()},
+        min_replica_size=1, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
+        replica_id=f"replica-{rank}-", lighthouse_addr=lighthouse,
+    )  # fmt: skip
+    inner = parts.model
+    parts.model = torchft.DistributedDataParallel(manager, inner)
+    parts.model.state_dict = inner.state_dict  # type: ignore[method-assign]
+    parts.model.load_state_dict = inner.load_state_dict  # type: ignore[method-assign]
+    optimizer = torchft.Optimizer(manager, plain)
+    while manager.current_step() < MAX_STEPS:
+        step = manager.current_step()
+        optimizer.zero_grad()
+        parts.loss(step).backward()
+        optimizer.step()
+        if manager.current_step() > step:
+            note(folder, step, rank)
+
+
+if __name__ == "__main__":
+    way, place = sys.argv[1], Path(sys.argv[2])
+    if way == "torchrun":
+        with_torchrun(place)
+    elif way == "ray":
+        with_ray(place)
+    else:
+        with_torchft(place, int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,102 @@
+"""Hundreds of runs whose ranks die at drawn places: the same bits, each sample exactly once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.trainer.simulator import SIZES, Run, Schedule
+
+from eagleray.actors.checkpoint import dcp, manifest
+from eagleray.actors.checkpoint.samples import SampleLog, audit
+from eagleray.actors.checkpoint.state import Checkpoint
+from eagleray.actors.data.mixer import MixerSpec
+from eagleray.actors.trainer import loop
+from eagleray.actors.trainer.seams import LoopSpec
+from eagleray.platform.config import BanditMixtureConfig, ProjectConfig, with_overrides
+from eagleray.platform.model.config import DecoderConfig
+from eagleray.platform.storage import Storage
+
+STEPS, WORLD_SIZE = 12, 3
+MODEL = DecoderConfig(
+    vocab_size=50, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=16,
+    max_seq_len=8,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Without what takes longer than a whole run: the yardstick, and DCP's way of writing."""
+
+    def save(checkpoint: Checkpoint, folder: Path) -> None:
+        np.savez(folder / "arrays.npz", **checkpoint.arrays)
+
+    def read(folder: Path) -> dict[str, np.ndarray]:
+        with np.load(folder / "arrays.npz") as arrays:
+            return dict(arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "measure_peak_flops", lambda *_: 1e9)
+        patch.setattr(manifest, "_save", save)
+        patch.setattr(dcp, "read_arrays", read)
+        yield
+
+
+def spec() -> LoopSpec:
+    train = with_overrides(
+        ProjectConfig(name="t"),
+        {
+            "train.steps": STEPS, "train.batch_size": 6, "train.micro_batch_size": 2,
+            "train.checkpoint.every_steps": 3, "train.log_every_steps": 2,
+            "train.eval.every_steps": 4, "train.eval.num_batches": 3, "train.optimizer.lr": 0.01,
+        },
+    ).train  # fmt: skip
+    mixture = BanditMixtureConfig(kind="bandit", every_steps=4, decay=0.5, temperature=0.01)
+    return LoopSpec(train, MODEL, 4, MixerSpec(mixture, ("a", "b"), SIZES))
+
+
+def trained(folder: Path, seed: int, kills: int, store_loss: float = 0.0) -> tuple[Run, Checkpoint]:
+    schedule = Schedule(seed, kill_rate=0.01, max_kills=kills)
+    run = Run(spec(), Storage(folder), schedule, WORLD_SIZE, store_loss)
+    return run, run.train()
+
+
+def assert_same(run: Run, found: Checkpoint, undisturbed: tuple[Run, Checkpoint]) -> None:
+    whole_run, whole = undisturbed
+    assert found.step == whole.step == STEPS
+    for name, array in whole.arrays.items():
+        if not name.startswith("rng."):  # One generator for all ranks, in a simulation.
+            assert np.array_equal(array, found.arrays[name]), name
+    assert found.meta["mixer"] == whole.meta["mixer"]
+    assert found.meta["eval_loss"] == whole.meta["eval_loss"]
+    log = SampleLog(run.storage, "run").chain(found.samples)
+    result = audit(log, SIZES)
+    assert (result.steps, result.samples, result.is_exact) == (STEPS, STEPS * 6, True)
+    # Figures that a death fell into may span less; the last ones are never in doubt.
+    last, whole_last = run.rows[STEPS], whole_run.rows[STEPS]
+    assert (last.grad_norm, last.eval_loss) == (whole_last.grad_norm, whole_last.eval_loss)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Checkpoint]:
+    run, found = trained(tmp_path_factory.mktemp("whole"), seed=0, kills=0)
+    assert (run.attempts, run.schedule.kills) == (1, 0)
+    return run, found
+
+
+@pytest.mark.timeout(300)
+def test_200_schedules_of_kills_end_with_the_same_bits(
+    tmp_path: Path, undisturbed: tuple[Run, Checkpoint]
+) -> None:
+    torch.manual_seed(0)
+    kills = attempts = 0
+    for seed in range(1, 201):
+        run, found = trained(tmp_path / str(seed), seed, kills=4, store_loss=0.1 * (seed % 3))
+        try:
+            assert_same(run, found, undisturbed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        kills, attempts = kills + run.schedule.kills, attempts + run.attempts
+    assert kills > 400
+    assert attempts > 400
