@@ -5,7 +5,18 @@ from typing import Annotated
 import typer
 
 from eagleray import __version__
-from eagleray.cli import cluster, data, jobs, models, project, report, serve, train, tune
+from eagleray.cli import (
+    checkpoints,
+    cluster,
+    data,
+    jobs,
+    models,
+    project,
+    report,
+    serve,
+    train,
+    tune,
+)
 from eagleray.cli.console import console, run_app
 from eagleray.platform.telemetry import configure_logging
 
@@ -18,7 +29,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (project, cluster, data, tune, train, report, models, serve, jobs):
+groups = (project, cluster, data, tune, train, checkpoints, report, models, serve, jobs)
+for group in groups:
     group.register(app)
 
 
