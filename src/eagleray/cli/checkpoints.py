@@ -74,7 +74,9 @@ def list_checkpoints(
 
 def verify(
     run: RunArgument,
-    step: Annotated[int | None, typer.Argument(help="One step; default: all.")] = None,
+    step: Annotated[
+        int | None, typer.Argument(metavar="[STEP]", help="One step; default: all.")
+    ] = None,
     config: ConfigOption = Path(CONFIG_NAME),
     as_json: JsonOption = False,
 ) -> None:
@@ -126,7 +128,7 @@ def verify(
 
 def export(
     run: RunArgument,
-    step: Annotated[int, typer.Argument(help="The checkpoint's step.")],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")],
     to: Annotated[Path, typer.Option("--to", help="New folder.")],
     config: ConfigOption = Path(CONFIG_NAME),
     as_json: JsonOption = False,
