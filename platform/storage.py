@@ -183,11 +183,12 @@ class Storage:
             sync_tree(folder)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-            sync_folder(path.parent)
+            sync_folder(path.parent)  # Some file systems do not keep the order of two renames.
             try:
                 self.publish(folder, *parts)
             except BaseException:
-                aside.rename(path)
+                if not path.exists():
+                    aside.rename(path)
                 raise
             shutil.rmtree(aside, ignore_errors=True)
 

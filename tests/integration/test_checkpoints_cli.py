@@ -1,5 +1,6 @@
 """The checkpoint verbs as a user runs them."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from eagleray.actors.checkpoint.state import Checkpoint
 from eagleray.actors.data import Dataset
 from eagleray.cli import checkpoints
 from eagleray.platform.config import resolved_json
-from eagleray.platform.errors import IntegrityError, NotFoundError, UsageError
+from eagleray.platform.errors import IntegrityError, NotFoundError, RunFailedError, UsageError
 from eagleray.platform.model import hf_layout
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
@@ -57,12 +58,12 @@ def folder(project: Project, run_id: str) -> CheckpointFolder:
     return CheckpointFolder(project.storage, run_id)
 
 
-def run(project: Project, *words: str) -> str:
+def run(project: Project, *words: str, answer: str = "") -> str:
     app = typer.Typer()
     checkpoints.register(app)
     result = CliRunner().invoke(
         app, ["checkpoints", *words, "-c", str(project.loaded.root)],
-        catch_exceptions=False, standalone_mode=False,
+        input=answer, catch_exceptions=False, standalone_mode=False,
     )  # fmt: skip
     return result.stdout
 
@@ -165,6 +166,19 @@ def test_prune_by_the_run_s_own_rule_and_by_a_given_one(
     assert "removed 1 checkpoints" in told
     assert "the best held-out loss" in told
     assert folder.steps() == [10, 30]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", [10, 20, 30]), ("y", [10, 30])])
+def test_on_a_terminal_prune_asks_first(
+    project: Project, run_id: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch,
+    answer: str, left: list[int],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checkpoints, "_is_terminal", lambda: True)
+    with contextlib.suppress(RunFailedError) if answer == "n" else contextlib.nullcontext():
+        run(project, "prune", run_id, "--keep", "1", answer=answer)
+        assert answer == "y"
+    assert folder.steps() == left
+    assert document(project, "prune", run_id, "--keep", "2")["removed"] == []
 
 
 def test_export_needs_the_data_set_whose_tokenizer_goes_with_the_weights(

@@ -207,7 +207,7 @@ def prune(
         told = {step: "removed" if step in doomed else stay[step] for step in {*stay, *doomed}}
         rows = [[str(step), _size(sizes.get(step, 0)), told[step]] for step in sorted(told)]
         print_lines(["step", "size", "stays as" if not doomed else "stays as, or is removed"], rows)
-    if doomed and not (dry_run or yes or as_json) and sys.stdin.isatty() and console.is_terminal:
+    if doomed and not (dry_run or yes or as_json) and _is_terminal():
         asked = f"remove {len(doomed)} checkpoints ({size})?"
         if not typer.confirm(asked):
             raise RunFailedError("nothing was removed", "say yes, or give --yes")
@@ -218,6 +218,10 @@ def prune(
     }  # fmt: skip
     verb = "would remove" if dry_run else "removed"
     emit(document, as_json, lambda: console.print(f"{verb} {len(doomed)} checkpoints, {size}"))
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and console.is_terminal
 
 
 def _opened(run: str, config: Path) -> tuple[Project, "CheckpointFolder"]:
