@@ -5,7 +5,7 @@ import ctypes
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -56,32 +56,34 @@ def write_arrays(
     return files.written
 
 
-def array_shapes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Type and shape of each array of a folder."""
-    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: (stored.properties.dtype, tuple(stored.size))
-        for name, stored in metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
+class StoredArrays:
+    """The arrays of a folder; nothing checks its bytes here. Not for several threads at once."""
 
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        described = self._reader.read_metadata().state_dict_metadata
+        self.shapes = {
+            name: (stored.properties.dtype, tuple(stored.size))
+            for name, stored in described.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        """Type and shape of each."""
 
-def read_tensors(
-    folder: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> dict[str, torch.Tensor]:
-    """Read some arrays of a folder; nothing checks its bytes here.
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read some of them.
 
-    Raises:
-        ValueError: They do not load.
-    """
-    tensors: dict[str, Any] = {
-        name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()
-    }
-    try:
-        dcp_load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
-    except CheckpointException as error:  # a BaseException: `except Exception` misses it
-        raise ValueError(_cause(error)) from error
-    return tensors
+        Raises:
+            ValueError: They do not load.
+        """
+        shapes = {name: self.shapes[name] for name in names}
+        tensors: dict[str, Any] = {
+            name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()
+        }
+        try:
+            dcp_load(tensors, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:  # a BaseException: `except Exception` misses it
+            raise ValueError(_cause(error)) from error
+        return tensors
 
 
 def read_arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -90,8 +92,19 @@ def read_arrays(folder: Path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: They do not load.
     """
-    tensors = read_tensors(folder, array_shapes(folder))
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    stored = StoredArrays(folder)
+    return {name: tensor.numpy() for name, tensor in stored.read(stored.shapes).items()}
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata, of all arrays, once for all reads."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
 
 class _Files(FileSystem):

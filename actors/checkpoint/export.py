@@ -6,9 +6,15 @@ from pathlib import Path
 
 import torch
 
-from eagleray.actors.checkpoint.dcp import array_shapes, read_tensors
+from eagleray.actors.checkpoint.dcp import StoredArrays
 from eagleray.actors.checkpoint.manifest import CheckpointFolder
-from eagleray.platform.errors import DataError, IntegrityError, StorageError, UsageError
+from eagleray.platform.errors import (
+    DataError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from eagleray.platform.model import hf_layout
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.hf_config import write_documents
@@ -53,22 +59,31 @@ def export_checkpoint(
     for found in folder.damage(step, on_bytes):
         raise IntegrityError(str(found), "export another one: eagleray checkpoints verify RUN")
     source = folder.path(step)
-    found_arrays = array_shapes(source)
+    try:
+        stored = StoredArrays(source)
+    except FileNotFoundError:
+        raise NotFoundError(f"checkpoint {source} was removed meanwhile") from None
     shapes = {}
     for name, shape in hf_layout.parameter_shapes(config).items():
         array = _array(name)
-        if array not in found_arrays or found_arrays[array][1] != shape:
-            has = list(found_arrays[array][1]) if array in found_arrays else "no such array"
+        if array not in stored.shapes or stored.shapes[array][1] != shape:
+            has = list(stored.shapes[array][1]) if array in stored.shapes else "no such array"
             raise DataError(
                 f"checkpoint {source} does not hold the run's model: {array} should be "
                 f"{list(shape)}, it has {has}",
                 "export it with the eagleray that wrote it",
             )
-        shapes[name] = found_arrays[array]
+        shapes[name] = stored.shapes[array]
 
     def read(name: str) -> torch.Tensor:
         array = _array(name)
-        return read_tensors(source, {array: found_arrays[array]})[array]
+        try:
+            return stored.read([array])[array]
+        except ValueError as error:
+            raise IntegrityError(
+                f"{array} of checkpoint {source} does not load: {error}",
+                "it may have been removed meanwhile: eagleray checkpoints list RUN",
+            ) from error
 
     staged = target.with_name(f".{target.name}.partial")
     try:

@@ -5,6 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +247,21 @@ SHAPE = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def large() -> Iterator[Path]:
+    """A folder for some hundred megabytes, in memory where there is room: syncs of a disk are slow.
+
+    It is gone after the test.
+    """
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 10**9
+    with tempfile.TemporaryDirectory(dir=memory if has_room else None) as name:
+        yield Path(name)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak of memory")
-def test_an_export_holds_no_copy_of_the_model(tmp_path: Path, small_dataset: Dataset) -> None:
-    root = tmp_path / "large"
+def test_an_export_holds_no_copy_of_the_model(large: Path, small_dataset: Dataset) -> None:
+    root = large
     for layers in (1, 8):
         model = Decoder(DecoderConfig(num_layers=layers, **SHAPE))
         arrays = {f"model.{name}": p.detach().numpy() for name, p in model.named_parameters()}
@@ -261,4 +275,3 @@ def test_an_export_holds_no_copy_of_the_model(tmp_path: Path, small_dataset: Dat
     assert int(told) < model_bytes / 4
     exported = hf_layout.load(root / "out-8").state_dict()
     assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
-    shutil.rmtree(root)

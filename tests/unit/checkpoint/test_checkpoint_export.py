@@ -1,6 +1,8 @@
 """A checkpoint as a model folder: byte for byte what a finished run would publish."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from eagleray.actors.checkpoint import export as export_module
 from eagleray.actors.checkpoint.export import export_checkpoint
 from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.actors.checkpoint.snapshot import take_arrays
@@ -86,9 +89,23 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(export: Export, model: Decoder) -> None:
-    from dataclasses import replace
+@pytest.mark.parametrize("target", ["StoredArrays", "write_documents"])
+def test_a_checkpoint_that_vanishes_while_it_is_exported_is_named(
+    export: Export, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """A run that goes on may remove it: after it was verified, or between two tensors."""
+    plain = getattr(export_module, target)
 
+    def vanish(*words: object, **options: object) -> object:
+        shutil.rmtree(folder.path(5))
+        return plain(*words, **options)
+
+    monkeypatch.setattr(export_module, target, vanish)
+    with pytest.raises(StorageError, match="removed meanwhile"):
+        export()
+
+
+def test_a_checkpoint_of_another_model_is_refused(export: Export, model: Decoder) -> None:
     with pytest.raises(DataError, match=r"model\.embed.* should be \[41, 16\], it has \[40, 16\]"):
         export(config=replace(model.config, vocab_size=41))
     with pytest.raises(DataError, match="no such array"):
