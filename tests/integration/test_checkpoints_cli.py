@@ -259,6 +259,7 @@ def large() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.timeout(180)  # Two processes import torch, on cores that may be busy.
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak of memory")
 def test_an_export_holds_no_copy_of_the_model(large: Path, small_dataset: Dataset) -> None:
     root = large
@@ -269,7 +270,7 @@ def test_an_export_holds_no_copy_of_the_model(large: Path, small_dataset: Datase
     eos = small_dataset.manifest["tokenizer"]["eod_token"]
     tokenizer = str(small_dataset.folder / "tokenizer.json")
     words = [sys.executable, "-c", MEASURED, str(root), tokenizer, eos, repr(SHAPE)]
-    told = subprocess.run(words, capture_output=True, text=True, timeout=50, check=True).stdout
+    told = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
     model_bytes = (root / "out-8" / "model.safetensors").stat().st_size
     assert model_bytes > 100_000_000
     assert int(told) < model_bytes / 4
