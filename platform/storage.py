@@ -5,6 +5,7 @@ Laws:
       a temporary name beside its target, is synced, and is renamed.
     * `put_if_absent` and `compare_and_set` are atomic between processes on this file system.
     * A folder is published whole: it is filled under a temporary name and renamed when complete.
+    * What a call wrote survives a crash of the machine once it returned, the names above it too.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Any
 from eagleray.platform.errors import ConflictError, NotFoundError, StorageError
 
 _TEMPORARY = ".tmp-"
+_ASIDE = ".old-"
 
 
 class Storage:
@@ -52,7 +54,7 @@ class Storage:
             StorageError: It cannot, with the system's reason.
         """
         with _named_failure(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+            _make_folder(self.root)
             marker = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
             marker.write_bytes(b"")
             marker.unlink()
@@ -116,17 +118,23 @@ class Storage:
             ConflictError: It holds something else by now.
         """
         path = self.path(*parts)
-        with _named_failure(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (path.parent / f".{path.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                found = path.read_bytes() if path.exists() else None
-                if found != expected:
-                    raise ConflictError(
-                        f"{'/'.join(parts)} was changed by somebody else meanwhile",
-                        "look again, then retry",
-                    )
-                self.put(data, *parts)
+        with _named_failure(path), _locked(path):
+            found = path.read_bytes() if path.exists() else None
+            if found != expected:
+                raise ConflictError(
+                    f"{'/'.join(parts)} was changed by somebody else meanwhile",
+                    "look again, then retry",
+                )
+            self.put(data, *parts)
+
+    @contextlib.contextmanager
+    def locked(self, *parts: str) -> Iterator[None]:
+        """Exclude all others, of any process, that ask for the lock of this name."""
+        path = self.path(*parts)
+        with contextlib.ExitStack() as held:
+            with _named_failure(path):
+                held.enter_context(_locked(path))
+            yield
 
     def names(self, *parts: str) -> list[str]:
         """Names inside a folder, sorted, without unfinished ones; none if it does not exist."""
@@ -151,7 +159,7 @@ class Storage:
         """
         path = self.path(*parts)
         with _named_failure(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
             sync_tree(folder)
             try:
                 folder.rename(path)
@@ -159,6 +167,30 @@ class Storage:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             sync_folder(path.parent)
+
+    def replace(self, folder: Path, *parts: str) -> None:
+        """Publish a staging folder in the place of one that may be there.
+
+        No crash loses both: until the new one is there the old one lies aside, from where
+        `remove_unfinished` brings it back.
+        """
+        path = self.path(*parts)
+        aside = path.with_name(f"{_ASIDE}{path.name}")
+        with _named_failure(path):
+            if not path.exists():
+                self.publish(folder, *parts)
+                return
+            sync_tree(folder)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            sync_folder(path.parent)  # Some file systems do not keep the order of two renames.
+            try:
+                self.publish(folder, *parts)
+            except BaseException:
+                if not path.exists():
+                    aside.rename(path)
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
 
     @contextlib.contextmanager
     def publish_folder(self, *parts: str) -> Iterator[Path]:
@@ -174,14 +206,23 @@ class Storage:
             if path.is_dir():
                 doomed = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
                 path.rename(doomed)
+                # Else a crash might bring the name back, with some of its files.
+                sync_folder(path.parent)
                 shutil.rmtree(doomed, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
     def remove_unfinished(self, *parts: str) -> None:
-        """Remove what killed writers left inside a folder; only where no other writes now."""
+        """Undo what killed writers left inside a folder; only where no other writes now."""
         path = self.path(*parts)
         with _named_failure(path):
+            for aside in path.glob(f"{_ASIDE}*"):
+                replaced = path / aside.name.removeprefix(_ASIDE)
+                if replaced.exists():
+                    shutil.rmtree(aside, ignore_errors=True)
+                else:
+                    aside.rename(replaced)
+                    sync_folder(path)
             for left in path.glob(f"{_TEMPORARY}*"):
                 if left.is_dir():
                     shutil.rmtree(left, ignore_errors=True)
@@ -257,9 +298,25 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _make_folder(path: Path) -> None:
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    _make_folder(path.parent)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @contextlib.contextmanager
 def _temporary_beside(path: Path) -> Iterator[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
     try:
         yield temporary

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
+from eagleray.actors.checkpoint.retention import Retention, prune
 from eagleray.actors.checkpoint.samples import SampleLog, Segment
+from eagleray.actors.checkpoint.shard_file import give_way
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import DeadlineExceededError, ServiceError, StorageError
@@ -31,7 +33,6 @@ from eagleray.platform.storage import Storage
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 2
-BEST_BY = "eval_loss"
 _COUNTERS = ("written", "dropped", "failed", "pending")
 
 
@@ -77,7 +78,8 @@ class CheckpointStore:
         config: CheckpointConfig,
         on_event: Callable[..., None] = lambda event, **details: None,
     ) -> None:
-        self._folder = CheckpointFolder(storage, run_id)
+        self._folder = CheckpointFolder(storage, run_id, config.max_bytes_per_s)
+        self._retention = Retention(config.keep, config.keep_every_steps)
         self._samples = SampleLog(storage, run_id)
         self._config, self._on_event = config, on_event
         self._changed = threading.Condition()
@@ -91,6 +93,8 @@ class CheckpointStore:
         self._head = ""
         self._unlogged: list[tuple[int, np.ndarray]] = []
         self._status = StoreStatus()
+        self._outage: dict[str, Any] | None = None  # the first failure since the last success
+        self._is_outage_told = False
         self._writer = threading.Thread(
             target=self._write_all, name="checkpoint-writer", daemon=True
         )
@@ -222,6 +226,7 @@ class CheckpointStore:
         self._changed.notify_all()
 
     def _write_all(self) -> None:
+        give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue) or self._closed)
@@ -242,6 +247,8 @@ class CheckpointStore:
             else:
                 with self._changed:
                     self._count(written=1, newest_step=checkpoint.step, last_error="")
+                    self._tell_outage()
+                    self._outage = None
                 self._tell("checkpoint", step=checkpoint.step, digest=digest)
                 self._prune(checkpoint.step)
             with self._changed:
@@ -252,48 +259,41 @@ class CheckpointStore:
 
     def _prune(self, written: int) -> None:
         try:
-            steps = self._folder.steps()
-            # Later ones were damaged and passed over; kept, they would push intact ones out.
-            ahead = [step for step in steps if step > written]
-            steps = [step for step in steps if step <= written]
-            keep = {*steps[-self._config.keep :], *self._best(steps)}
-            for step in {*steps, *ahead} - keep:
-                self._folder.remove(step)
+            prune(self._folder, self._retention, written)
         except (StorageError, OSError) as error:
             # The checkpoint itself is safe; the next one prunes again.
             logger.warning("checkpoints not pruned after step=%d: %s", written, error)
-
-    def _best(self, steps: list[int]) -> list[int]:
-        scored = []
-        for step in steps:
-            try:
-                loss = self._folder.manifest(step)["meta"].get(BEST_BY)
-            except StorageError:  # damaged: not the best of anything
-                continue
-            if loss is not None:
-                scored.append((loss, step))
-        return [min(scored)[1]] if scored else []
 
     def _fail(self, step: int, error: StorageError) -> None:
         logger.error("checkpoint step=%d not written: %s", step, error)
         self._count(failed=1, last_error=error.what)
         self._settled_step = max(self._settled_step, step)
         self._changed.notify_all()
-        self._tell("checkpoint_failed", step=step, message=error.what)
+        if self._outage is None:
+            self._outage, self._is_outage_told = {"step": step, "message": error.what}, False
+        self._tell_outage()
 
-    def _tell(self, event: str, **details: Any) -> None:
+    def _tell_outage(self) -> None:
+        """Say once that storage refuses checkpoints: if it refuses this too, when it takes it."""
+        if self._outage is not None and not self._is_outage_told:
+            self._is_outage_told = self._tell("checkpoint_failed", **self._outage)
+
+    def _tell(self, event: str, **details: Any) -> bool:
         try:
             self._on_event(event, **details)
         except (StorageError, OSError) as error:
             # Events are written to the same storage that may just have refused a checkpoint.
             logger.warning("event not recorded event=%s: %s", event, error)
+            return False
+        return True
 
     def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
         if not self._changed.wait_for(condition, timeout=self._config.write_timeout_s):
             raise DeadlineExceededError(
                 f"storage was too slow for the checkpoint store to {what} within "
                 f"{self._config.write_timeout_s:g} s",
-                "use faster storage, or raise train.checkpoint.write_timeout_s or every_steps",
+                "use faster storage, or raise train.checkpoint.write_timeout_s, every_steps or "
+                "max_bytes_per_s",
             )
 
     def _count(self, **changes: Any) -> None:

@@ -113,13 +113,27 @@ class ScheduleConfig(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
 
 
+_MIN_BYTES_PER_S = 1_000
+
+
 class CheckpointConfig(Section):
     """How often state is saved and how much of it is kept."""
 
     every_steps: int = Field(default=20, ge=1)
     keep: int = Field(default=2, ge=1)
     """The newest K stay; the best by evaluation loss stays beside them."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Checkpoints of steps that are multiples of this stay too; null: none."""
+    max_bytes_per_s: ByteSize | None = None
+    """Pace of the writer, so that a slow shared disk stays usable by others; null: no limit."""
     write_timeout_s: Seconds = 120.0
+
+    @field_validator("max_bytes_per_s")
+    @classmethod
+    def _moves(cls, rate: int | None) -> int | None:
+        if rate is not None and rate < _MIN_BYTES_PER_S:
+            raise ValueError(f"must be at least {_MIN_BYTES_PER_S} bytes per second, or null")
+        return rate
 
 
 class TrainEvalConfig(Section):

@@ -19,13 +19,16 @@ from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 from eagleray.platform.model.hf_config import read_config, read_json, write_documents
 
-__all__ = ["load", "parameter_shapes", "read_config", "save", "write_weights"]
+__all__ = [
+    "hf_name", "load", "our_name", "parameter_shapes", "read_config", "save", "write_index",
+    "write_weights",
+]  # fmt: skip
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SHARD_BYTES = 2_000_000_000
+SHARD_BYTES = 2_000_000_000
 _DOWNLOAD_AGAIN = "the file is damaged, or not a Llama's: fetch the model again"
 
 
@@ -44,7 +47,7 @@ def save(
         DataError: The tokenizer does not fit the model, or lacks a token named here.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    parameters = {_hf_name(name): value.detach() for name, value in model.named_parameters()}
+    parameters = {hf_name(name): value.detach() for name, value in model.named_parameters()}
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
     write_documents(
         folder,
@@ -96,7 +99,7 @@ def load(
     state: dict[str, Tensor] = {}
     for path in files:
         state.update(_read_tensors(path, wanted, device, dtype))
-    model.load_state_dict({_our_name(name): value for name, value in state.items()}, assign=True)
+    model.load_state_dict({our_name(name): value for name, value in state.items()}, assign=True)
     return model.to(device)
 
 
@@ -104,11 +107,11 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name in the layout -> shape of every tensor of such a decoder."""
     with torch.device("meta"):
         model = Decoder(config)
-    return {_hf_name(name): tuple(value.shape) for name, value in model.named_parameters()}
+    return {hf_name(name): tuple(value.shape) for name, value in model.named_parameters()}
 
 
 def write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = _SHARD_BYTES
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write tensors as they come: one file, or indexed shards of about `shard_bytes` each.
 
@@ -132,6 +135,16 @@ def write_weights(
             flush()
         waiting[name] = tensor.cpu().contiguous()
     flush()
+    write_index(folder, shards)
+
+
+def write_index(folder: Path, shards: list[dict[str, int]]) -> None:
+    """Name the finished files `model-00001.safetensors`, ... as the layout does.
+
+    Args:
+        folder: Where they are.
+        shards: The bytes of each tensor of each file.
+    """
     if len(shards) == 1:
         (folder / "model-00001.safetensors").rename(folder / WEIGHTS_NAME)
         return
@@ -202,9 +215,11 @@ def _opened(path: Path) -> Any:
         raise DataError(f"{path} is not a safetensors file: {error}", _DOWNLOAD_AGAIN) from error
 
 
-def _hf_name(name: str) -> str:
+def hf_name(name: str) -> str:
+    """The layout's name of a parameter of ours."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _our_name(name: str) -> str:
+def our_name(name: str) -> str:
+    """Our name of one of the layout's parameters."""
     return name.removeprefix("model.")

@@ -5,7 +5,19 @@ from typing import Annotated
 import typer
 
 from eagleray import __version__
-from eagleray.cli import chaos, cluster, data, jobs, models, project, report, serve, train, tune
+from eagleray.cli import (
+    chaos,
+    checkpoints,
+    cluster,
+    data,
+    jobs,
+    models,
+    project,
+    report,
+    serve,
+    train,
+    tune,
+)
 from eagleray.cli.console import console, run_app
 from eagleray.platform.telemetry import configure_logging
 
@@ -18,7 +30,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (project, cluster, data, tune, train, report, models, serve, jobs, chaos):
+groups = (project, cluster, data, tune, train, checkpoints, report, models, serve, jobs, chaos)
+for group in groups:
     group.register(app)
 
 

@@ -1,6 +1,7 @@
 """The checkpoint store: complete or absent, damage noticed, the sample log exact."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from eagleray.platform.errors import (
     StorageError,
 )
 from eagleray.platform.storage import Storage
+
+SMALL = 4_096
+"""Files up to this are flipped at every byte, larger ones at NUM_FLIPS."""
+NUM_FLIPS = 2_000
 
 
 @pytest.fixture
@@ -63,24 +68,44 @@ def test_a_checkpoint_is_read_back_bit_for_bit(store: Storage) -> None:
         assert np.array_equal(found.arrays[name], array)
 
 
-def test_every_flipped_byte_is_noticed(store: Storage) -> None:
+def test_every_flipped_byte_is_noticed_and_the_checkpoint_before_is_used(
+    store: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = CheckpointFolder(store, "r")
-    folder.write(checkpoint(1))
-    place = store.path("runs", "r", "checkpoints", "00000001")
-    rng = np.random.default_rng(3)
-    for path in sorted(place.iterdir()):
+    draw = random.Random(3)
+    for step in (1, 2):
+        large = {"model.large": np.arange(5_000, dtype=np.float32)}
+        folder.write(Checkpoint(step, large | checkpoint(step).arrays, "", {}))
+    files = sorted(folder.path(2).iterdir())
+    assert [path.name for path in files if path.stat().st_size > SMALL] == ["__0_0.distcp"]
+    flipped = 0
+    for path in files:
         clean = path.read_bytes()
-        for position in rng.integers(0, len(clean), 20):
-            damaged = bytearray(clean)
-            damaged[position] ^= 1 << int(rng.integers(8))
-            path.write_bytes(damaged)
-            with pytest.raises(IntegrityError, match=path.name):
-                folder.load(1)
+        positions = range(len(clean))
+        if len(clean) > SMALL:
+            positions = draw.sample(positions, NUM_FLIPS)
+        with path.open("r+b", buffering=0) as file:
+            for count, position in enumerate(positions):
+                file.seek(position)
+                file.write(bytes([clean[position] ^ 1 << draw.randrange(8)]))
+                with pytest.raises(IntegrityError, match=path.name.removesuffix(".sha256")):
+                    folder.load(2)
+                if count % 500 == 0:
+                    found = CheckpointStore(store, "r", CheckpointConfig())
+                    before = found.begin(1)
+                    found.close()
+                    assert before is not None
+                    assert before.step == 1
+                    assert "checkpoint skipped: " in caplog.messages[-1]
+                file.seek(position)
+                file.write(clean[position : position + 1])
+                flipped += 1
         path.write_bytes(clean[:-1])
         with pytest.raises(IntegrityError):
-            folder.verify(1)
+            folder.verify(2)
         path.write_bytes(clean)
-    folder.verify(1)
+    assert flipped > NUM_FLIPS + 1_000
+    assert folder.load(2).step == 2
 
 
 def test_the_newest_intact_one_is_found_behind_damaged_ones(store: Storage) -> None:

@@ -105,6 +105,60 @@ def test_a_published_folder_is_never_replaced(store: Storage) -> None:
     assert os.listdir(store.root / "sets") == ["x"]
 
 
+def _replace(store: Storage, content: bytes) -> None:
+    with store.staging_folder("sets") as folder:
+        (folder / content.decode()).write_bytes(content)
+        store.replace(folder, "sets", "x")
+
+
+def test_a_replaced_folder_holds_nothing_of_the_one_before(store: Storage) -> None:
+    for content in (b"first", b"second"):
+        _replace(store, content)
+    assert store.names("sets", "x") == ["second"]
+    assert os.listdir(store.root / "sets") == ["x"]
+
+
+def test_a_folder_that_could_not_be_replaced_is_there_as_before(
+    store: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    _replace(store, b"first")
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "publish", refuse)
+        with pytest.raises(StorageError, match="Input/output error"):
+            _replace(store, b"second")
+    assert store.names("sets", "x") == ["first"]
+    assert os.listdir(store.root / "sets") == ["x"]
+
+
+@pytest.mark.parametrize("has_new", [False, True])
+def test_a_replacement_that_was_killed_is_undone_or_ended(store: Storage, has_new: bool) -> None:
+    store.put(b"old", "sets", ".old-x", "old")
+    if has_new:
+        store.put(b"new", "sets", "x", "new")
+    store.remove_unfinished("sets")
+    assert store.names("sets", "x") == ["new" if has_new else "old"]
+    assert os.listdir(store.root / "sets") == ["x"]
+
+
+def test_a_lock_excludes_others_of_its_name(store: Storage) -> None:
+    entered: list[str] = []
+
+    def enter() -> None:
+        with store.locked("sets", "prune"):
+            entered.append("other")
+
+    other = threading.Thread(target=enter)
+    with store.locked("sets", "prune"):
+        other.start()
+        with store.locked("sets", "another name"):
+            entered.append("own")
+    other.join(20)
+    assert entered == ["own", "other"]
+
+
 def test_remove_takes_files_and_folders_and_bears_repetition(store: Storage) -> None:
     store.put(b"", "folder", "f")
     store.remove("folder", "f")
