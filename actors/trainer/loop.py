@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eagleray.actors.checkpoint.snapshot import load_arrays, take_arrays
+from eagleray.actors.checkpoint.interval import SnapshotPace
+from eagleray.actors.checkpoint.snapshot import Snapshotter, load_arrays
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import Mixer, MixerSpec
 from eagleray.actors.data.mixture import Mixture
@@ -138,6 +139,8 @@ def run_loop(
     model.init_weights(torch.Generator().manual_seed(train.seed))
     model.to(train.device)
     stepper = Stepper(model, train, seat.world_size, clock)
+    snapshotter = Snapshotter(model, stepper.optimizer, sink, has_state=seat.rank == 0)
+    stepper.before_update = snapshotter.join
     peak = _over_ranks([measure_peak_flops(train.device)], seat)[0]
 
     attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
@@ -151,6 +154,7 @@ def run_loop(
     if restored:
         _restore(restored, seat, model, stepper)
     mixer = _mixer(spec, restored, seat)
+    pace = SnapshotPace(train.checkpoint, start, clock)
 
     samples: list[np.ndarray] = []
     first_step = start
@@ -172,6 +176,7 @@ def run_loop(
         window.tokens += result.tokens
         window.add("compute", result.compute_s)
         window.add("communication", result.communication_s)
+        window.add("checkpoint", result.before_update_s)
         done = step + 1
         is_last = done == train.steps
         if mixer and mixer.is_due(done):
@@ -198,15 +203,14 @@ def run_loop(
             stop = reporter.report(row) if seat.rank == 0 else None
             is_last = is_last or bool(_from_rank_zero(int(stop is not None), seat))
             window, decided = _Window(clock()), (None, None)
-        if is_last or done % train.checkpoint.every_steps == 0:
+        if is_last or pace.is_due(done):
             begun = clock()
-            arrays = take_arrays(model, stepper.optimizer) if seat.rank == 0 else {}
-            arrays[_rng_name(seat.rank)] = torch.get_rng_state().numpy().copy()
+            arrays = {_rng_name(seat.rank): torch.get_rng_state().numpy().copy()}
             meta: dict[str, Any] = {"eval_loss": evaluated[done]} if done in evaluated else {}
             if mixer:
                 _gather(mixer, seat)
                 meta["mixer"] = mixer.state()
-            sink.submit(
+            snapshotter.begin(
                 Snapshot(
                     done,
                     attempt,
@@ -219,8 +223,12 @@ def run_loop(
                 )
             )
             samples, first_step = [], done
+            if pace.is_auto:
+                proposed = pace.propose(done, snapshotter.cost_s)
+                pace.follow(done, _from_rank_zero(proposed, seat))
             window.add("checkpoint", clock() - begun)
         if is_last:
+            snapshotter.join()
             sink.flush()
             return done
     # The attempt before died after its last step: its state may be in the store's memory alone.

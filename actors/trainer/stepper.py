@@ -30,6 +30,7 @@ class StepResult:
     lr: float
     compute_s: float
     communication_s: float
+    before_update_s: float
     loss_B: np.ndarray | None = None
     """Mean loss of each sequence, float64, if it was asked for."""
 
@@ -53,6 +54,8 @@ class Stepper:
         config: Hyper-parameters.
         world_size: Data-parallel ranks; the loss is the mean over the global batch.
         clock: Seconds.
+
+    `before_update` is called in each step when parameters and optimizer are about to change.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Stepper:
         self._device = torch.device(config.device)
         self._feed = DeviceFeed(self._device)
         self._clock = clock
+        self.before_update: Callable[[], None] = lambda: None
 
     def step(self, step: int, tokens_BT1: np.ndarray, *, wants_losses: bool = False) -> StepResult:
         """Train on this rank's part of the global batch.
@@ -97,6 +101,10 @@ class Stepper:
         self._reducer.wait()
         reduced = self._clock()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm).item()
+        joining = self._clock()
+        # Also where the loss is no number: the state that is being copied is from before it.
+        self.before_update()
+        joined = self._clock()
         # The norm is that of the averaged gradient, so every rank decides alike.
         if not np.isfinite(norm):
             raise NonFiniteLossError(step, "the gradient norm", norm)
@@ -106,9 +114,11 @@ class Stepper:
         self.optimizer.step()
         ended = self._clock()
         count = tokens.shape[0] * (tokens.shape[1] - 1)
-        compute_s = (computed - started) + (ended - reduced)
+        compute_s = (computed - started) + (joining - reduced) + (ended - joined)
         by_sequence = torch.cat(losses).double().cpu().numpy() if wants_losses else None
-        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed, by_sequence)
+        return StepResult(
+            loss_sum, count, norm, lr, compute_s, reduced - computed, joined - joining, by_sequence
+        )
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: np.ndarray) -> tuple[float, int]:

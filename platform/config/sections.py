@@ -116,10 +116,17 @@ class ScheduleConfig(Section):
 class CheckpointConfig(Section):
     """How often state is saved and how much of it is kept."""
 
-    every_steps: int = Field(default=20, ge=1)
+    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = 20
+    """auto: as often as `mtbf_s` asks for (Young 1974), within `overhead_budget`."""
+    overhead_budget: float = Field(default=0.005, gt=0, lt=1)
+    """For auto: the share of training time that snapshots may take."""
+    mtbf_s: Seconds = 86_400.0
+    """For auto: the time between failures that is to be expected."""
     keep: int = Field(default=2, ge=1)
     """The newest K stay; the best by evaluation loss stays beside them."""
     write_timeout_s: Seconds = 120.0
+    double_buffer: bool = False
+    """A third buffer in shared memory: storage may be slower than the interval for a while."""
 
 
 class TrainEvalConfig(Section):
