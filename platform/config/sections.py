@@ -6,7 +6,14 @@ Units are in the names (`_s`, `_bytes`, `_tokens`); a batch is counted in sequen
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from eagleray.platform.config.data import DataConfig
 from eagleray.platform.config.values import ByteSize, Name, Seconds, Section
@@ -127,6 +134,14 @@ class CheckpointConfig(Section):
     write_timeout_s: Seconds = 120.0
     double_buffer: bool = False
     """A third buffer in shared memory: storage may be slower than the interval for a while."""
+
+    @field_validator("every_steps", mode="wrap")
+    @classmethod
+    def _interval(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:  # one problem, not one for each kind that it could have been
+            raise ValueError("must be a number of steps, at least 1, or auto") from None
 
 
 class TrainEvalConfig(Section):

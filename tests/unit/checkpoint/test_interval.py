@@ -1,10 +1,9 @@
 """How often snapshots are taken."""
 
 import pytest
-from pydantic import ValidationError
 
 from eagleray.actors.checkpoint.interval import SnapshotPace, interval_steps
-from eagleray.platform.config import CheckpointConfig
+from eagleray.platform.config import CheckpointConfig, ConfigError, ProjectConfig, with_overrides
 
 
 @pytest.mark.parametrize(
@@ -69,6 +68,14 @@ def test_ranks_that_follow_the_same_numbers_agree_whatever_they_measure() -> Non
 
 
 @pytest.mark.parametrize("every", [0, "often", 1.5])
-def test_an_interval_that_is_none_is_refused(every: object) -> None:
-    with pytest.raises(ValidationError):
-        CheckpointConfig(every_steps=every)  # type: ignore[arg-type]
+def test_an_interval_that_is_none_is_refused_once(every: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with_overrides(ProjectConfig(name="t"), {"train.checkpoint.every_steps": every})
+    assert str(refused.value).count("every_steps") == 1
+    assert "must be a number of steps, at least 1, or auto" in str(refused.value)
+
+
+@pytest.mark.parametrize(("every", "read"), [("auto", "auto"), ("7", 7), (30, 30)])
+def test_an_interval_is_a_number_or_auto(every: object, read: object) -> None:
+    changed = with_overrides(ProjectConfig(name="t"), {"train.checkpoint.every_steps": every})
+    assert changed.train.checkpoint.every_steps == read
