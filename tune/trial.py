@@ -114,6 +114,9 @@ class _Sink:
     def submit(self, snapshot: Snapshot) -> int:
         return self._store.submit(snapshot)
 
+    def settle(self) -> None:
+        """Parts are taken at once."""
+
     def flush(self) -> None:
         self._store.flush()
 

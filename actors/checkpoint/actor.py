@@ -1,11 +1,13 @@
 """The checkpoint store as a Ray actor."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
 
-from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
+from eagleray.actors.checkpoint.snapshot_buffer import BufferName
+from eagleray.actors.checkpoint.state import HandedOver, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore, StoreStatus
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.runs import RunStore
@@ -24,8 +26,24 @@ class _StoreActor:
             storage, run_id, config, lambda event, **details: events(run_id, event, **details)
         )
 
-    def begin(self, attempt: int) -> Checkpoint | None:
-        return self._store.begin(attempt)
+        self._node_id = ray.get_runtime_context().get_node_id()
+
+    def begin(self, attempt: int, node_id: str) -> HandedOver | None:
+        found = self._store.begin(attempt)
+        if found is None:
+            return None
+        placed = self._store.placed(found.step) if node_id == self._node_id else None
+        if placed is not None:
+            there = {place.name for place in placed.places}
+            arrays = {name: array for name, array in found.arrays.items() if name not in there}
+            found = replace(found, arrays=arrays)
+        return HandedOver(found, placed)
+
+    def lend(self, attempt: int, num_bytes: int, node_id: str) -> BufferName | None:
+        return self._store.lend(attempt, num_bytes) if node_id == self._node_id else None
+
+    def go_apart(self, attempt: int, reason: str) -> None:
+        self._store.go_apart(attempt, reason)
 
     def renew(self, attempt: int) -> int:
         return self._store.renew(attempt)

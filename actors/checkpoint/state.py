@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from eagleray.actors.checkpoint.snapshot_buffer import Placed
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -29,6 +31,8 @@ class Snapshot:
     """Step of the first row of `samples_SB`."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Plain values: metrics, progress; from rank 0."""
+    placed: Placed | None = None
+    """Further arrays, in a buffer that the store lent to this rank."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,11 @@ class Checkpoint:
     samples: str
     """Name of the last segment of the sample log that led here."""
     meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """A checkpoint on its way to a worker; placed arrays do not travel with it."""
+
+    checkpoint: Checkpoint
+    placed: Placed | None = None

@@ -11,20 +11,25 @@ Laws:
     * Parts of an attempt that is over are dropped and counted; those of an attempt that this
       process did not begin are refused: what led up to them died with the process before it.
     * At most `_MAX_PENDING` complete snapshots wait for storage; then `submit` waits.
+    * A worker of the same node copies into shared memory that the store lends and writes from, and
+      goes on from there after a death. With two buffers the newest complete state stays while the
+      next one is copied; a third (`double_buffer`) takes another one while storage is slow.
 """
 
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from eagleray.actors.checkpoint.buffer_pool import BufferPool
 from eagleray.actors.checkpoint.manifest import CheckpointFolder, newest_intact
 from eagleray.actors.checkpoint.retention import Retention, prune
 from eagleray.actors.checkpoint.samples import SampleLog, Segment
 from eagleray.actors.checkpoint.shard_file import give_way
+from eagleray.actors.checkpoint.snapshot_buffer import BufferName, NoRoomError, Placed
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import DeadlineExceededError, ServiceError, StorageError
@@ -46,6 +51,8 @@ class StoreStatus:
     pending: int = 0
     newest_step: int = 0
     last_error: str = ""
+    shared_bytes: int = 0
+    """Memory that the store shares with workers of its node."""
 
 
 @dataclass
@@ -85,8 +92,10 @@ class CheckpointStore:
         self._changed = threading.Condition()
         self._attempt = 0
         self._generations: dict[int, _Generation] = {}
+        self._buffers = BufferPool(3 if config.double_buffer else 2)
+        self._is_apart = False  # a worker's snapshots do not come through shared memory
         self._queue: list[Checkpoint] = []
-        self._writing = False
+        self._writing: Checkpoint | None = None
         self._closed = False
         self._settled_step = 0  # the newest one that was written, or could not be
         self._newest: Checkpoint | None = None
@@ -134,6 +143,45 @@ class CheckpointStore:
         found = self.begin(attempt)
         return found.step if found else 0
 
+    def lend(self, attempt: int, num_bytes: int) -> BufferName | None:
+        """Shared memory for a worker of this node to copy a snapshot into, then to be submitted.
+
+        Returns:
+            None: there is none; the arrays are to be handed in themselves.
+
+        Raises:
+            DeadlineExceededError: Storage is so slow that no buffer became free.
+            ServiceError: This process never began the attempt: it is a restarted one.
+        """
+        lent: list[BufferName | None] = []
+
+        def is_lent() -> bool:
+            if attempt == self._attempt:
+                name = self._buffers.lend(num_bytes)
+                lent.extend([name] if name else [])
+            return bool(lent) or attempt != self._attempt
+
+        with self._changed:
+            if attempt > self._attempt:
+                raise _restarted("the place of the snapshot before")
+            try:
+                self._wait_for(is_lent, "lend memory for a snapshot")
+            except NoRoomError as error:
+                self._go_apart(error.what)
+            return lent[0] if lent else None
+
+    def go_apart(self, attempt: int, reason: str) -> None:
+        """Hear that a worker of this attempt cannot use what it was lent."""
+        with self._changed:
+            if attempt == self._attempt:
+                self._buffers.drop_lent()
+            self._go_apart(reason)
+
+    def placed(self, step: int) -> Placed | None:
+        """Where in shared memory the state of a step lies; None: nowhere."""
+        with self._changed:
+            return self._buffers.placed(step)
+
     def submit(self, snapshot: Snapshot) -> int:
         """Take one rank's part; returns before it is on storage. One that is kept is dropped.
 
@@ -174,17 +222,17 @@ class CheckpointStore:
             if step and not self._attempt:
                 raise _restarted(f"the checkpoint of step {step}")
             self._wait_for(
-                lambda: not self._queue and not self._writing and self._settled_step >= step,
+                lambda: not self._queue and self._writing is None and self._settled_step >= step,
                 "write what it holds",
             )
             if self._status.last_error:
                 raise StorageError(self._status.last_error, "free some room, then resume the run")
-            return self._status
+            return self._counts()
 
     def status(self) -> StoreStatus:
         """Counts so far."""
         with self._changed:
-            return self._status
+            return self._counts()
 
     def close(self) -> None:
         """Write what is complete, then end the writer, within the deadline of a write."""
@@ -192,10 +240,13 @@ class CheckpointStore:
             self._closed = True
             self._changed.notify_all()
         self._writer.join(self._config.write_timeout_s)
+        with self._changed:
+            self._buffers.close()
 
     def _start(self, attempt: int) -> None:
         self._attempt = max(self._attempt, attempt)
         self._generations.clear()
+        self._buffers.drop_lent()
         # Parts that wait for room see that their attempt is over.
         self._changed.notify_all()
 
@@ -204,6 +255,8 @@ class CheckpointStore:
         arrays: dict[str, np.ndarray] = {}
         for part in ordered:
             arrays.update(part.arrays)
+            if part.placed is not None:
+                arrays.update(self._buffers.take(part.placed, part.attempt, part.step))
         samples_SG = np.concatenate([part.samples_SB for part in ordered], axis=1)
         first = ordered[0]
         # A segment that storage refused is not lost: it becomes part of the next one.
@@ -214,6 +267,7 @@ class CheckpointStore:
         try:
             self._head = self._samples.append(segment)
         except StorageError as error:
+            self._free_buffers()
             self._fail(first.step, error)
             return
         self._unlogged.clear()
@@ -222,8 +276,21 @@ class CheckpointStore:
         }  # fmt: skip
         self._newest = Checkpoint(first.step, arrays, self._head, meta)
         self._queue.append(self._newest)
+        self._free_buffers()
         self._count(pending=1)
         self._changed.notify_all()
+
+    def _free_buffers(self) -> None:
+        """Keep what is the newest state, or not yet on storage."""
+        needed = (self._newest, self._writing, *self._queue)
+        self._buffers.hold_only({checkpoint.step for checkpoint in needed if checkpoint})
+
+    def _go_apart(self, reason: str) -> None:
+        if self._is_apart:
+            return
+        self._is_apart = True
+        logger.warning("snapshots are copied through calls: %s", reason)
+        self._tell("snapshots_not_shared", message=reason)
 
     def _write_all(self) -> None:
         give_way()
@@ -232,8 +299,7 @@ class CheckpointStore:
                 self._changed.wait_for(lambda: bool(self._queue) or self._closed)
                 if not self._queue:
                     return
-                checkpoint = self._queue.pop(0)
-                self._writing = True
+                checkpoint = self._writing = self._queue.pop(0)
                 # There is room for one more.
                 self._changed.notify_all()
             try:
@@ -252,7 +318,8 @@ class CheckpointStore:
                 self._tell("checkpoint", step=checkpoint.step, digest=digest)
                 self._prune(checkpoint.step)
             with self._changed:
-                self._writing = False
+                self._writing = None
+                self._free_buffers()
                 self._settled_step = max(self._settled_step, checkpoint.step)
                 self._count(pending=-1)
                 self._changed.notify_all()
@@ -295,6 +362,9 @@ class CheckpointStore:
                 "use faster storage, or raise train.checkpoint.write_timeout_s, every_steps or "
                 "max_bytes_per_s",
             )
+
+    def _counts(self) -> StoreStatus:
+        return replace(self._status, shared_bytes=self._buffers.num_bytes)
 
     def _count(self, **changes: Any) -> None:
         values = dict(vars(self._status))

@@ -73,7 +73,7 @@ class Member:
     is_noted: bool = False
     """Its own journal has what it alone knows."""
     journal: str = ""
-    warm: Any = None
+    is_warm: bool = False
 
 
 @dataclass
@@ -219,6 +219,8 @@ class Gang:
         """Seat the members and let them train; rank -> how it ended, None for a death."""
         self._stuck.clear()
         plans = await self._seat(group)
+        if plans is None:
+            return {}
         lead = self._members[0].handle
         try:
             address = await lead.listen.remote() if group.world_size > 1 else None
@@ -283,6 +285,8 @@ class Gang:
 
     async def _judged(self, outcomes: dict[int, Outcome | None]) -> Verdict | None:
         """Note what happened; how the run ended, None if it goes on."""
+        if not outcomes:
+            return None
         ends = [outcome.end for outcome in outcomes.values() if outcome]
         if len(ends) == len(outcomes) and all(end is End.FINISHED for end in ends):
             return Verdict()
@@ -313,8 +317,8 @@ class Gang:
             return Verdict(message[:_MESSAGE_CHARS])
         return None
 
-    async def _seat(self, group: Group) -> dict[int, Plan]:
-        """A member for each place, with its journal; rank -> its plan."""
+    async def _seat(self, group: Group) -> dict[int, Plan] | None:
+        """A member for each place, with its journal; rank -> its plan. None: a place is gone."""
         while True:
             self._dismiss(group)
             for rank, place in sorted(group.places.items()):
@@ -323,8 +327,17 @@ class Gang:
             dead = await self._prepared(group.world_size)
             if not dead:
                 break
+            # Of a spare that died while it waited, nobody has noticed.
+            self._failures += any(not self._members[rank].is_warm for rank in dead)
             for rank in dead:
                 del self._members[rank]
+            if not {group.places[rank].node_id for rank in dead} <= _alive_nodes():
+                await self._is_moved.wait()
+                return None
+            if self._failures > self._options.max_failures:
+                message = f"ranks {dead}: their processes died while they started"
+                await self._end(Verdict(message))
+                return None
         standings = {rank: member.standing for rank, member in self._members.items()}
         inherited = {
             rank: () if member.standing else tuple(self._kept.get(rank, ()))
@@ -376,14 +389,11 @@ class Gang:
         )
         dead = []
         for rank, result in zip(ranks, results, strict=True):
-            if isinstance(result, RayActorError):
+            if isinstance(result, RayError):
+                logger.warning("process of rank %d is not there: %s", rank, result)
                 dead.append(rank)
             elif isinstance(result, BaseException):
                 raise result
-        if dead:
-            self._failures += 1
-            if self._failures > self._options.max_failures:
-                raise RuntimeError(f"ranks {dead}: their processes died while they started")
         return dead
 
     async def _fill_spares(self) -> None:
@@ -396,6 +406,7 @@ class Gang:
                 self._spares.append(spare)
                 try:
                     await spare.handle.warm_up.remote()
+                    spare.is_warm = True
                 except RayError as error:
                     # Deaths are met by a new process then, which takes seconds.
                     logger.warning("a spare died while it warmed up: %s", error)
@@ -452,6 +463,11 @@ async def _outcome(reference: Any) -> Outcome | None:
 
 def _interrupted(member: Member) -> Outcome:
     return Outcome(End.INTERRUPTED, member.standing, member.is_noted)
+
+
+def _alive_nodes() -> set[str]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"] for node in nodes if node["Alive"]}
 
 
 def _is_torn(outcomes: Any) -> bool:

@@ -11,6 +11,7 @@ ranks come together again at the newest state that any of them holds, and settle
 that is due can therefore be done twice, or begun and not ended, without a trace.
 """
 
+import contextlib
 import math
 import threading
 import time
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagleray.actors.checkpoint.snapshot import load_arrays, optimizer_tensors, take_arrays
+from eagleray.actors.checkpoint.interval import SnapshotPace
+from eagleray.actors.checkpoint.snapshot import Snapshotter, load_arrays, optimizer_tensors
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import Mixer
 from eagleray.actors.data.order import domains_of
@@ -39,7 +41,7 @@ from eagleray.actors.trainer.seams import (
 )
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import Losses, NonFiniteLossError, Stepper
-from eagleray.platform.errors import ServiceError
+from eagleray.platform.errors import EagleRayError, ServiceError
 from eagleray.platform.model.decoder import Decoder
 
 _PEAK_SIZE = 768
@@ -100,6 +102,7 @@ class RankTrainer:
         self._seat, self._attempt, self._peak = Seat(), 0, 0.0
         self._peers = Collectives(self._seat)
         self._is_whole = self.is_noted = False
+        self._snapshotter: Snapshotter | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -117,6 +120,7 @@ class RankTrainer:
         self._has_decided = False  # since the last row
         self._grad_norm = 0.0
         self._eval_loss: tuple[int, float] | None = None  # step, held-out loss
+        self._pace = SnapshotPace(self._spec.train.checkpoint, 0, self._clock)
         self._is_new = True
 
     def warm_up(self) -> None:
@@ -179,6 +183,10 @@ class RankTrainer:
         self._seat, self._journal = seat, journal
         self._peers = peers or Collectives(seat)
         self._stepper.span(seat.world_size, self._peers)
+        self._snapshotter = Snapshotter(
+            self._model, self._stepper.optimizer, sink, has_state=seat.rank == 0
+        )
+        self._stepper.before_update = self._snapshotter.join
         attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
         self._attempt = self._peers.from_rank_zero(attempt)
         reporter.join(self._attempt, seat.rank)
@@ -200,6 +208,10 @@ class RankTrainer:
     def drop(self) -> None:
         """Forget the step that was interrupted, once the group is down."""
         self._stepper.drop()
+        if self._snapshotter is not None:
+            # What it copies must not change; whether it arrives, the next attempt asks the store.
+            with contextlib.suppress(EagleRayError):
+                self._snapshotter.join()
 
     def _train(
         self,
@@ -217,6 +229,11 @@ class RankTrainer:
             if self._applied == first + 1:
                 tell("stepped")
             is_over = self._settle(source, sink, reporter)
+        assert self._snapshotter is not None
+        self._snapshotter.join()
+        sink.settle()
+        # A part that does not come would be waited for in vain.
+        self._peers.from_rank_zero(0)
         # Also if nothing was left to do: the state may be in the store's memory alone.
         sink.flush()
         return self._applied
@@ -248,7 +265,8 @@ class RankTrainer:
         if mixer and sums is not None:
             mixer.set_sums(sums)
         window = window.spent("compute", result.compute_s)
-        self._window = window.spent("communication", result.communication_s)
+        window = window.spent("communication", result.communication_s)
+        self._window = window.spent("checkpoint", result.before_update_s)
 
     def _settle(self, source: BatchSource, sink: SnapshotSink, reporter: Reporter) -> bool:
         """Do what is due after the last applied step; whether training ends with it."""
@@ -263,9 +281,9 @@ class RankTrainer:
             stop = reporter.report(row) if seat.rank == 0 else None
             is_last = bool(self._peers.from_rank_zero(int(stop is not None))) or is_last
             self._next_window = _Window(self._clock())
-        if (is_last or done % train.checkpoint.every_steps == 0) and self._logged < done:
+        if (is_last or self._pace.is_due(done)) and self._logged < done:
             begun = self._clock()
-            self._submit(sink)
+            self._submit()
             # It counts as time that trained nothing.
             took = self._clock() - begun
             if self._next_window is not None:
@@ -312,23 +330,27 @@ class RankTrainer:
             domain_losses=mixer.losses if mixer and self._has_decided else None,
         )  # fmt: skip
 
-    def _submit(self, sink: SnapshotSink) -> None:
-        done, seat = self._applied, self._seat
-        arrays = take_arrays(self._model, self._stepper.optimizer) if seat.rank == 0 else {}
-        arrays[_rng_name(seat.rank)] = torch.get_rng_state().numpy().copy()
+    def _submit(self) -> None:
+        done, seat, snapshotter = self._applied, self._seat, self._snapshotter
+        assert snapshotter is not None
+        arrays = {_rng_name(seat.rank): torch.get_rng_state().numpy().copy()}
         loss = self._eval_loss_at(done)
         meta: dict[str, Any] = {} if loss is None else {"eval_loss": loss}
         if self._mixer:
             meta["mixer"] = self._mixer.state(self._peers.sums(self._mixer.sums()))
         samples = np.stack([self._ids[step] for step in range(self._logged, done)])
-        complete = sink.submit(
+        snapshotter.begin(
             Snapshot(
                 done, self._attempt, seat.rank, seat.world_size, arrays, samples, self._logged, meta
             )
         )
         self._logged = done
-        # Until its snapshot is complete, a step may have to be handed in again.
-        self._ids = {step: ids for step, ids in self._ids.items() if step >= complete}
+        # Until its snapshot is on storage, a step may have to be handed in again.
+        written = snapshotter.written
+        self._ids = {step: ids for step, ids in self._ids.items() if step >= written}
+        if self._pace.is_auto:
+            proposed = self._pace.propose(done, snapshotter.cost_s)
+            self._pace.follow(done, self._peers.from_rank_zero(proposed))
 
     def _take_up(self, checkpoint: Checkpoint | None) -> None:
         """Go on from a snapshot; from the beginning without one."""
@@ -341,6 +363,7 @@ class RankTrainer:
         # The stream of a rank depends on nothing but the seed and the rank, at a resize too.
         torch.manual_seed((seed * 1_000_003 + rank) % _MAX_SEED)
         self._window = _Window(self._clock())
+        self._pace = SnapshotPace(self._spec.train.checkpoint, start, self._clock)
         if checkpoint is not None:
             self._load(checkpoint)
         self._is_whole = True
@@ -394,6 +417,7 @@ class RankTrainer:
         self._eval_loss = tuple(common["eval_loss"]) if common["eval_loss"] else None
         self._grad_norm, self._peak = common["grad_norm"], common["peak"]
         self._has_decided = common["has_decided"]
+        self._pace.set_state(common["pace"])
         self._window = _Window(self._clock() - common["elapsed_s"], **entry.window)
         is_row_settled = bond.settled == bond.done and self._is_row_due(bond.done)
         self._next_window = _Window(self._clock()) if is_row_settled else None
@@ -410,6 +434,7 @@ class RankTrainer:
         return {
             "eval_loss": self._eval_loss, "grad_norm": self._grad_norm, "peak": self._peak,
             "has_decided": self._has_decided, "elapsed_s": self._clock() - self._window.began,
+            "pace": self._pace.state(),
             "mixer": mixer.state(np.zeros_like(mixer.sums())) if mixer else None,
         }  # fmt: skip
 

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 # Longer than any other rank may be busy alone: with a checkpoint, or with the first batches.
 _GROUP_TIMEOUT_S = 600.0
 _SPARE_ROWS = 64
-"""Steps whose ids are kept beside those of two intervals between checkpoints."""
+"""Steps whose ids are kept beside those of four intervals between checkpoints."""
+_AUTO_ROWS = 16_384
 
 
 class LoaderSource:
@@ -123,7 +124,10 @@ class TrainProcess:
     def open_journal(self, world_size: int) -> str:
         """Where its journal is found, which is made for a number of ranks."""
         train = self._spec.train
-        rows, ids = 2 * train.checkpoint.every_steps + _SPARE_ROWS, train.batch_size // world_size
+        steps = train.checkpoint.every_steps
+        # Snapshots that wait for storage are two at most, beside the one that is taken.
+        rows = _AUTO_ROWS if steps == "auto" else 4 * steps + _SPARE_ROWS
+        ids = train.batch_size // world_size
         if self._journal is None or not self._journal.fits(rows, ids):
             if self._journal is not None:
                 self._journal.close()

@@ -59,8 +59,11 @@ class SnapshotSink(Protocol):
         """Take this rank's part; may return before it is kept.
 
         Returns:
-            A step whose snapshot is complete, the newest one that is known; 0 if none is.
+            The newest step that is known to be on storage; 0 if none is.
         """
+
+    def settle(self) -> None:
+        """Return when the part that was handed in has been received."""
 
     def flush(self) -> None:
         """Return when the newest state, submitted or given by `begin`, is on storage."""

@@ -31,6 +31,7 @@ class StepResult:
     lr: float
     compute_s: float
     communication_s: float
+    before_update_s: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Stepper:
         config: Hyper-parameters.
         world_size: Data-parallel ranks; the loss is the mean over the global batch.
         clock: Seconds.
+
+    `before_update` is called in each step when parameters and optimizer are about to change.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Stepper:
         self._device = torch.device(config.device)
         self._feed = DeviceFeed(self._device)
         self._clock = clock
+        self.before_update: Callable[[], None] = lambda: None
 
     def step(
         self,
@@ -117,6 +121,10 @@ class Stepper:
         self._reducer.wait()
         reduced = self._clock()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm).item()
+        joining = self._clock()
+        # Also where the loss is no number: the state that is being copied is from before it.
+        self.before_update()
+        joined = self._clock()
         # The norm is that of the averaged gradient, so every rank decides alike.
         if not np.isfinite(norm):
             raise NonFiniteLossError(step, "the gradient norm", norm)
@@ -125,8 +133,10 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         ended = self._clock()
-        compute_s = (computed - started) + (ended - reduced)
-        return StepResult(loss_sum, count, norm, lr, compute_s, reduced - computed)
+        compute_s = (computed - started) + (joining - reduced) + (ended - joined)
+        return StepResult(
+            loss_sum, count, norm, lr, compute_s, reduced - computed, joined - joining
+        )
 
     def drop(self) -> None:
         """Forget a step that a lost peer has interrupted; model and optimizer are as before it."""

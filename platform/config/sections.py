@@ -6,7 +6,14 @@ Units are in the names (`_s`, `_bytes`, `_tokens`); a batch is counted in sequen
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from eagleray.platform.config.data import DataConfig
 from eagleray.platform.config.values import ByteSize, Name, Seconds, Section
@@ -119,7 +126,12 @@ _MIN_BYTES_PER_S = 1_000
 class CheckpointConfig(Section):
     """How often state is saved and how much of it is kept."""
 
-    every_steps: int = Field(default=20, ge=1)
+    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = 20
+    """auto: as often as `mtbf_s` asks for (Young 1974), within `overhead_budget`."""
+    overhead_budget: float = Field(default=0.005, gt=0, lt=1)
+    """For auto: the share of training time that snapshots may take."""
+    mtbf_s: Seconds = 86_400.0
+    """For auto: the time between failures that is to be expected."""
     keep: int = Field(default=2, ge=1)
     """The newest K stay; the best by evaluation loss stays beside them."""
     keep_every_steps: int | None = Field(default=None, ge=1)
@@ -127,6 +139,16 @@ class CheckpointConfig(Section):
     max_bytes_per_s: ByteSize | None = None
     """Pace of the writer, so that a slow shared disk stays usable by others; null: no limit."""
     write_timeout_s: Seconds = 120.0
+    double_buffer: bool = False
+    """A third buffer in shared memory: storage may be slower than the interval for a while."""
+
+    @field_validator("every_steps", mode="wrap")
+    @classmethod
+    def _interval(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:  # one problem, not one for each kind that it could have been
+            raise ValueError("must be a number of steps, at least 1, or auto") from None
 
     @field_validator("max_bytes_per_s")
     @classmethod

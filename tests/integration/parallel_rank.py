@@ -77,6 +77,9 @@ class Sink:
             self._store.submit(pickle.loads(path.read_bytes()))
         return self._store.status().newest_step
 
+    def settle(self) -> None:
+        """Parts are taken at once."""
+
     def flush(self) -> None:
         if self._seat.rank == 0:
             self._store.flush()

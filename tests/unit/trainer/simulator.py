@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagleray.actors.checkpoint.snapshot import Snapshotter
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.mixture import Mixture
@@ -70,6 +71,8 @@ class Schedule:
 
     def point(self, rank: int) -> None:
         """A rank calls something outside: others may run first, and it may die."""
+        if threading.current_thread().name != f"rank-{rank}":
+            return  # What is left of an attempt that is over.
         self._yielded.release()
         self._turn[rank].acquire()
         if rank in self._doomed:
@@ -91,7 +94,10 @@ class Schedule:
                 self.gone.add(rank)
                 self._yielded.release()
 
-        threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in bodies]
+        threads = [
+            threading.Thread(target=live, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in bodies
+        ]
         for thread in threads:
             thread.start()
         while len(self.gone) < len(bodies):
@@ -147,6 +153,36 @@ class SimulatedCollectives(Collectives):
         if schedule.gone and schedule.draw.random() < 0.5:
             raise PeerLostError("a peer is gone")
         return [brought[rank] for rank in sorted(brought)]
+
+
+class SimulatedSnapshotter(Snapshotter):
+    """Copies and hands in either at once or when it is joined, in the thread of its rank."""
+
+    draw = random.Random(0)
+    _waiting: Snapshot | None = None
+
+    def begin(self, part: Snapshot) -> None:
+        self.join()
+        if self.draw.random() < 0.5:
+            self._waiting = part
+        else:
+            super().begin(part)
+
+    def join(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            super().begin(waiting)
+        super().join()
+
+
+class AtOnce:
+    """Stands for a thread of a snapshotter: runs where it is started."""
+
+    def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...], **_: Any) -> None:
+        self._run = lambda: target(*args)
+
+    def start(self) -> None:
+        self._run()
 
 
 @dataclass
@@ -299,6 +335,9 @@ class _Sink:
         self.schedule.point(self.rank)
         # So that what is on storage does not depend on the writer's thread.
         return self.store.flush().newest_step
+
+    def settle(self) -> None:
+        """Parts are taken at once."""
 
     def flush(self) -> None:
         self.schedule.point(self.rank)

@@ -6,15 +6,16 @@ SCHEDULES=1000 pytest tests/unit/trainer/test_simulated_kills.py tries more of t
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.simulator import SIZES, Run, Schedule
+from tests.unit.trainer.simulator import SIZES, AtOnce, Run, Schedule, SimulatedSnapshotter
 
-from eagleray.actors.checkpoint import dcp
+from eagleray.actors.checkpoint import dcp, snapshot
 from eagleray.actors.checkpoint.samples import SampleLog, audit
 from eagleray.actors.checkpoint.shard_file import Pacer, WrittenFile
 from eagleray.actors.checkpoint.state import Checkpoint
@@ -33,6 +34,12 @@ MODEL = DecoderConfig(
 )  # fmt: skip
 
 
+class Threading:
+    """What a snapshotter uses of it."""
+
+    Thread, Condition, Event = AtOnce, threading.Condition, threading.Event
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Without what takes longer than a whole run: the yardstick, and DCP's way of writing."""
@@ -48,6 +55,8 @@ def quick() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "measure_peak_flops", lambda *_: 1e9)
+        patch.setattr(loop, "Snapshotter", SimulatedSnapshotter)
+        patch.setattr(snapshot, "threading", Threading)
         patch.setattr(dcp, "write_arrays", write)
         patch.setattr(dcp, "read_arrays", read)
         yield
@@ -68,6 +77,7 @@ def spec() -> LoopSpec:
 
 def trained(folder: Path, seed: int, kills: int, store_loss: float = 0.0) -> tuple[Run, Checkpoint]:
     schedule = Schedule(seed, kill_rate=0.01, max_kills=kills)
+    SimulatedSnapshotter.draw = schedule.draw
     run = Run(spec(), Storage(folder), schedule, WORLD_SIZE, store_loss)
     return run, run.train()
 

@@ -83,6 +83,9 @@ class StoreSink:
             raise KeyboardInterrupt
         return self.store.submit(snapshot)
 
+    def settle(self) -> None:
+        """Parts are taken at once."""
+
     def flush(self) -> None:
         self.store.flush()
         self.flushed += 1
@@ -151,6 +154,18 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> Non
             assert last[row.step] == (row.loss, row.lr, row.grad_norm)
     result = audit(SampleLog(storage, "parts").chain(parts.samples), [10_000])
     assert (result.steps, result.samples, result.is_exact) == (12, 48, True)
+
+
+def test_snapshots_as_often_as_pays_change_neither_bits_nor_samples(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    changes = {"steps": 14, "checkpoint.mtbf_s": 1e-9, "checkpoint.overhead_budget": 0.99}
+    fixed = train(storage, "fixed", ListReporter(), **changes)
+    auto = train(storage, "auto", ListReporter(), **{**changes, "checkpoint.every_steps": "auto"})
+    for name, array in fixed.arrays.items():
+        assert np.array_equal(array, auto.arrays[name]), name
+    segments = SampleLog(storage, "auto").chain(auto.samples)
+    assert [segment.first_step for segment in segments] == [0, 10]
+    assert audit(segments, [10_000]).is_exact
 
 
 def test_training_learns_and_its_rows_add_up(tmp_path: Path) -> None:
