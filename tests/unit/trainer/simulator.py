@@ -68,6 +68,8 @@ class Schedule:
         self._yielded = threading.Semaphore(0)
         self._doomed: set[int] = set()
         self.gone: set[int] = set()
+        self.broken: set[int] = set()
+        """Those that did not come to their end."""
 
     def point(self, rank: int) -> None:
         """A rank calls something outside: others may run first, and it may die."""
@@ -82,7 +84,7 @@ class Schedule:
         """Run all ranks to their ends; what each returned, or the exception that ended it."""
         results: dict[int, Any] = {}
         self._turn = {rank: threading.Semaphore(0) for rank in bodies}
-        self._doomed, self.gone = set(), set()
+        self._doomed, self.gone, self.broken = set(), set(), set()
 
         def live(rank: int) -> None:
             self._turn[rank].acquire()
@@ -90,6 +92,7 @@ class Schedule:
                 results[rank] = bodies[rank]()
             except BaseException as error:  # noqa: BLE001 - looked at by who waits
                 results[rank] = error
+                self.broken.add(rank)
             finally:
                 self.gone.add(rank)
                 self._yielded.release()
@@ -146,11 +149,11 @@ class SimulatedCollectives(Collectives):
         """What all ranks brought to a collective."""
         brought, schedule = self._board[number], self._schedule
         while len(brought) < self._seat.world_size:
-            if schedule.gone - set(brought):
+            if schedule.broken - set(brought):
                 raise PeerLostError("a peer is gone")
             schedule.point(self._seat.rank)
         # A peer that has brought its part and died since may have reached us or not.
-        if schedule.gone and schedule.draw.random() < 0.5:
+        if schedule.broken and schedule.draw.random() < 0.5:
             raise PeerLostError("a peer is gone")
         return [brought[rank] for rank in sorted(brought)]
 
@@ -285,19 +288,16 @@ class Run:
             train = self.spec.train
 
             def live() -> int:
-                try:
-                    return each.trainer.run(
-                        seat,
-                        Source(self.schedule, rank, train.batch_size, self.spec.seq_len),
-                        _Sink(store, self.schedule, rank),
-                        _Reporter(self, rank),
-                        bond,
-                        each.journal,
-                        inherited.get(rank, ()),
-                        peers=SimulatedCollectives(seat, self.schedule, board),
-                    )
-                finally:
-                    self.schedule.gone.add(rank)
+                return each.trainer.run(
+                    seat,
+                    Source(self.schedule, rank, train.batch_size, self.spec.seq_len),
+                    _Sink(store, self.schedule, rank),
+                    _Reporter(self, rank),
+                    bond,
+                    each.journal,
+                    inherited.get(rank, ()),
+                    peers=SimulatedCollectives(seat, self.schedule, board),
+                )
 
             return live
 

@@ -39,13 +39,13 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.full((size,), float(size))) for size in (3, 2, 1)]
 
 
-def make(trained: list[nn.Parameter]) -> GradientReducer:
-    return GradientReducer(trained, WORLD_SIZE, bucket_bytes=1)
+def make(trained: list[nn.Parameter], sent: list[int]) -> GradientReducer:
+    return GradientReducer(trained, WORLD_SIZE, Peers(sent), bucket_bytes=1)
 
 
 def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: list[int]) -> None:
     trained = parameters()
-    reducer = make(trained)
+    reducer = make(trained, sent)
     reducer.arm()
     sum((p.square().sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
     # Nobody can finish the step before this rank says so.
@@ -60,7 +60,7 @@ def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: l
 
 def test_a_parameter_without_gradient_changes_no_order(sent: list[int]) -> None:
     trained = parameters()
-    reducer = make(trained)
+    reducer = make(trained, sent)
     reducer.arm()
     (trained[0].sum() + trained[1].sum()).backward()
     assert sent == []
@@ -74,7 +74,7 @@ def test_a_parameter_without_gradient_changes_no_order(sent: list[int]) -> None:
 
 def test_accumulated_gradients_are_sent_once(sent: list[int]) -> None:
     (weight,) = trained = parameters()[:1]
-    reducer = make(trained)
+    reducer = make(trained, sent)
     for step in range(2):
         weight.grad = None
         weight.sum().backward()
@@ -88,7 +88,7 @@ def test_accumulated_gradients_are_sent_once(sent: list[int]) -> None:
 
 def test_a_weight_that_is_used_twice_is_sent_when_both_gradients_are_in(sent: list[int]) -> None:
     (weight,) = trained = parameters()[:1]
-    reducer = make(trained)
+    reducer = make(trained, sent)
     reducer.arm()
     (weight.sum() + (2 * weight).sum()).backward()
     reducer.wait()
