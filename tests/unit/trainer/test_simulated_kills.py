@@ -27,7 +27,7 @@ from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.storage import Storage, digest_file
 
 STEPS, WORLD_SIZE = 12, 3
-SCHEDULES = int(os.environ.get("SCHEDULES", "40"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "25"))
 MODEL = DecoderConfig(
     vocab_size=50, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=16,
     max_seq_len=8,
