@@ -12,8 +12,9 @@ Before each kill it has trained for 12 seconds since the last recovery.
     worker     eagleray: Ray Train's worker is killed; the longest pause in the 15 s that follow
     stopped    eagleray: a rank gets SIGSTOP
 
-Peers: torchrun (restarts all), Ray Train (restarts all; its health check is tightened to 0.2 s),
-torchft 0.2 (goes on with the survivor; heartbeat 1 s). Each writes a checkpoint every 10 steps.
+Peers: torchrun (restarts all, with a store of their own), Ray Train (restarts all; its health check
+is tightened to 0.2 s), torchft 0.2 (goes on with the survivor; heartbeat 1 s). Each writes a
+checkpoint every 10 steps.
 Fifteen minutes; with --quick five.
 """
 
@@ -242,7 +243,7 @@ train:
 def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
     """A peer, killed as often."""
     recoveries: list[Recovery] = []
-    with _running(way, folder) as restart:
+    with _running(way, folder) as restart, _told(way, recoveries):
         for _ in range(kills):
             _wait(folder, lambda steps: {step.rank for step in steps} == {0, 1}, restart)
             time.sleep(_SETTLE_S)
@@ -274,6 +275,8 @@ def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
 def _running(way: str, folder: Path) -> Iterator[Callable[[], None]]:
     """A peer at work; gives what starts again what its own supervisor does not."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Else its restarts may meet the addresses of the dead, and are burnt (pytorch #167288).
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     module = ["-m", "benchmarks.recovery_peers", way, str(folder)]
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -316,6 +319,17 @@ def _running(way: str, folder: Path) -> Iterator[Callable[[], None]]:
             process.wait()
         if lighthouse is not None:
             lighthouse.shutdown()
+
+
+@contextlib.contextmanager
+def _told(way: str, recoveries: list[Recovery]) -> Iterator[None]:
+    """One that does not come back is left with what it has shown."""
+    try:
+        yield
+    except TimeoutError as error:
+        if not recoveries:
+            raise
+        console.print(f"{way}, kill {len(recoveries) + 1}: {str(error)[:200]}")
 
 
 def _wait(
