@@ -132,6 +132,9 @@ class _Reporter:
     def join(self, attempt: int, rank: int) -> None:
         """Tune knows where its trials run."""
 
+    def started(self, attempt: int, step: int) -> None:
+        self._recorder.event("start", {"attempt": attempt, "step": step})
+
     def report(self, row: StepRow) -> str | None:
         reason = self._recorder.report(row)
         if row.eval_loss is not None:

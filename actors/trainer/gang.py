@@ -296,6 +296,9 @@ class Gang:
         is_lost = any(outcome and outcome.end is End.LOST for outcome in outcomes.values())
         if is_lost:
             self._kept.clear()
+            what = {"message": "what a dead process alone knew is gone: on from a snapshot"}
+            with contextlib.suppress(RayError):
+                self._actors.recorder.call.remote("event", "state_lost", what)
         faults = {}
         for rank, outcome in outcomes.items():
             if outcome is None:

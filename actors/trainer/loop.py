@@ -202,6 +202,8 @@ class RankTrainer:
                 journal.keep_ids(step, ids)
             self._note(self._applied, self._window, self._mixer.sums() if self._mixer else None)
             self.is_noted = True
+        if seat.rank == 0:
+            reporter.started(self._attempt, self._applied)
         tell("restored")
         return self._train(source, sink, reporter, tell)
 

@@ -145,12 +145,12 @@ class TrainProcess:
         """
         seat = plan.seat
         bind_log_context(rank=seat.rank)
-        if self._recorder.ask("fatal") is not None:
-            return Outcome(End.FAILED)
         trainer: RankTrainer | None = None
         group = self._group if seat.rank == 0 and address else self._new_group()
         assert group is not None
         try:
+            if self._recorder.ask("fatal") is not None:
+                return Outcome(End.FAILED)
             set_device(plan.gpu)
             trainer = self._trainer = self._trainer or RankTrainer(self._spec)
             if address is not None:

@@ -57,6 +57,10 @@ class RecorderClient:
         attempt: int = self.ask("begin", world_size, uuid.uuid4().hex)
         return attempt
 
+    def started(self, attempt: int, step: int) -> None:
+        """Note after which step the attempt goes on; not waited for."""
+        self._handle.call.remote("event", "start", {"attempt": attempt, "step": step})
+
     def report(self, row: StepRow) -> str | None:
         """Keep a row; a reason if training is to stop."""
         reason: str | None = self.ask("report", row)

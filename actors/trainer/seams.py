@@ -78,6 +78,9 @@ class Reporter(Protocol):
     def join(self, attempt: int, rank: int) -> None:
         """Every rank takes part in the attempt."""
 
+    def started(self, attempt: int, step: int) -> None:
+        """Rank 0: the attempt goes on after so many steps."""
+
     def report(self, row: StepRow) -> str | None:
         """Take one row of figures; a reason if training is to stop after this step."""
 

@@ -63,6 +63,9 @@ class Attempt:
     """How it ended, in words."""
 
 
+_PHASES = ("gathered_s", "seated_s", "met_s", "restored_s", "stepped_s")
+
+
 @dataclass(frozen=True)
 class Fault:
     """Workers that died or failed, and what that cost."""
@@ -76,6 +79,8 @@ class Fault:
     steps_redone: int
     lost_s: float | None
     """None: no row came after it."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of what its recovery went through, in order, where survivors went on."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def read_history(state: RunState, rows: tuple[Row, ...], events: list[dict[str, 
     last_s = max([state.updated_s, *(e["time_s"] for e in timed), *(r.time_s for r in rows)])
     attempts = _attempts(state, rows, timed, checkpoints, last_s)
     clock = Clock(state.created_s, _pauses(attempts))
-    known = ("attempt", "checkpoint", "fault", "trial", "value", "trial_end")
+    known = ("attempt", "start", "recovery", "checkpoint", "fault", "trial", "value", "trial_end")
     notes = tuple(
         Note(e["time_s"], str(e["event"]), _details(e)) for e in timed if e["event"] not in known
     )
@@ -169,9 +174,12 @@ def _attempts(
         until = begun[position + 1]["time_s"] if position + 1 < len(begun) else math.inf
         number, start_s = int(event["attempt"]), float(event["time_s"])
         own = [row for row in rows if row.attempt == number]
-        start = _start_step(start_s, own, checkpoints) if position else 0
+        started = (e["step"] for e in events if e["event"] == "start" and e["attempt"] == number)
+        # Earlier versions did not note it.
+        guessed = _start_step(start_s, own, checkpoints) if position else 0
+        start = int(next(started, guessed))
         ends = [e for e in events if start_s <= e["time_s"] < until]
-        fault = next((e for e in ends if e["event"] in ("fault", "fatal")), None)
+        fault = next((e for e in ends if e["event"] in ("fault", "fatal", "state_lost")), None)
         signs = [e["time_s"] for e in ends] + [r.time_s for r in own if r.time_s < until]
         if fault is not None:
             what = str(fault.get("message") or fault.get("what") or "")
@@ -205,6 +213,7 @@ def _faults(
     clock: Clock,
 ) -> tuple[Fault, ...]:
     raw = [e for e in events if e["event"] == "fault"]
+    recoveries = [e for e in events if e["event"] == "recovery"]
     made: list[Fault] = []
     counted_until = -math.inf
     for number, event in enumerate(raw, 1):
@@ -228,9 +237,21 @@ def _faults(
                 number, time_s, attempt, tuple(event.get("ranks", ())),
                 str(event.get("message", "")), max((row.step for row in before), default=0),
                 redone, None if until is None else clock.at(until) - clock.at(since),
+                _phases(time_s, raw[number:], recoveries),
             )
         )  # fmt: skip
     return tuple(made)
+
+
+def _phases(
+    time_s: float, later: list[dict[str, Any]], recoveries: list[dict[str, Any]]
+) -> dict[str, float]:
+    """What the recovery from a fault went through, if survivors went on."""
+    until = min((float(event["time_s"]) for event in later), default=math.inf)
+    for event in recoveries:
+        if time_s <= float(event["time_s"]) < until:
+            return {name: float(event[name]) for name in _PHASES if name in event}
+    return {}
 
 
 def _parted(

@@ -80,17 +80,22 @@ def _faults(history: History) -> Table:
     at = history.clock.at
     columns = (
         Column("fault"), Column("at"), Column("attempt"), Column("step"), Column("ranks", False),
-        Column("what", False), Column("steps redone"), Column("lost"),
+        Column("what", False), Column("steps redone"), Column("lost"), Column("recovery", False),
     )  # fmt: skip
     rows = tuple(
         (
             str(f.number), duration(at(f.time_s)), str(f.attempt), str(f.step),
             ", ".join(map(str, f.ranks)), f.message, str(f.steps_redone),
             "not recovered" if f.lost_s is None else duration(f.lost_s),
+            ", ".join(f"{name.removesuffix('_s')} {s:.2f} s" for name, s in f.phases.items()),
         )
         for f in history.faults
     )  # fmt: skip
-    note = "Lost: from the last report before a fault to the first one after it."
+    note = (
+        "Lost: from the last report before a fault to the first one after it. Recovery: since it "
+        "was noticed, until the survivors had returned, all had a process, had met, had the state, "
+        "had done a step; each since the one before."
+    )
     return Table("faults", "Faults and recovery", columns, rows, note)
 
 

@@ -97,6 +97,9 @@ class Reporter:
     def join(self, attempt: int, rank: int) -> None:
         pass
 
+    def started(self, attempt: int, step: int) -> None:
+        """Nobody asks."""
+
     def report(self, row: StepRow) -> str | None:
         with self._rows.open("a") as file:
             file.write(json.dumps([row.step, row.loss, row.grad_norm, row.eval_loss]) + "\n")

@@ -59,6 +59,23 @@ def test_a_fault_costs_the_time_to_the_next_row_and_the_steps_since_the_checkpoi
     assert [r.step for r in history.kept] == [5, 10, 15, 20]
 
 
+def test_survivors_that_go_on_without_a_snapshot_redo_nothing() -> None:
+    history = life(
+        [row(1, 10, 20), row(1, 15, 30), row(2, 20, 34)],
+        [
+            attempt(1, 1), event("start", 1, attempt=1, step=0), checkpoint(10, 21), fault(1, 31),
+            attempt(2, 32), event("start", 32, attempt=2, step=15),
+            event("recovery", 33, gathered_s=0.1, seated_s=0.2, stepped_s=0.7),
+        ],
+    )  # fmt: skip
+    [seen] = history.faults
+    assert (seen.steps_redone, seen.lost_s) == (0, 4)
+    assert seen.phases == {"gathered_s": 0.1, "seated_s": 0.2, "stepped_s": 0.7}
+    assert history.attempts[1].start_step == 15
+    assert history.redone == ()
+    assert history.notes == ()
+
+
 def test_faults_without_a_row_between_them_share_the_stretch() -> None:
     history = life(
         [row(1, 5, 10), row(3, 5, 100)],

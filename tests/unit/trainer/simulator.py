@@ -356,6 +356,9 @@ class _Reporter:
     def join(self, attempt: int, rank: int) -> None:
         assert attempt == self.run.attempts
 
+    def started(self, attempt: int, step: int) -> None:
+        """Nobody asks."""
+
     def report(self, row: StepRow) -> str | None:
         self.run.schedule.point(self.rank)
         self.run.rows[row.step] = row

@@ -104,6 +104,9 @@ class ListReporter:
     def join(self, attempt: int, rank: int) -> None:
         assert (attempt, rank) == (self.attempts, 0)
 
+    def started(self, attempt: int, step: int) -> None:
+        """Nobody asks."""
+
     def report(self, row: StepRow) -> str | None:
         self.rows.append(row)
         return "enough" if row.step == self.stop_at else None
