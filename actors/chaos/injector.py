@@ -121,6 +121,8 @@ class Injector:
 
 def _on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function on a node; nothing if it cannot be reached."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task: Any = ray.remote(function)
     with contextlib.suppress(RayError):
