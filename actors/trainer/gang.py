@@ -413,7 +413,8 @@ class Gang:
                 except RayError as error:
                     # Deaths are met by a new process then, which takes seconds.
                     logger.warning("a spare died while it warmed up: %s", error)
-                    self._spares.remove(spare)
+                    if spare in self._spares:
+                        self._spares.remove(spare)
 
     async def _end(self, verdict: Verdict) -> None:
         async with self._changed:
