@@ -1,6 +1,6 @@
 """Seconds from the death of a training process to the next optimizer step, beside peers.
 
-    python -m benchmarks.recovery [--quick] [--json FILE] [--only eagleray torchrun ray torchft]
+    python -m benchmarks.recovery [--quick] [--json FILE] [--only eagleray torchrun ray]
 
 Two ranks on this machine train a decoder of 1.6 million parameters; one of them is killed by
 SIGKILL, again and again: 10 times, with --quick 3. Each way runs by itself, with nothing beside it.
@@ -13,8 +13,7 @@ Before each kill it has trained for 12 seconds since the last recovery.
     stopped    eagleray: a rank gets SIGSTOP
 
 Peers: torchrun (restarts all, with a store of their own), Ray Train (restarts all; its health check
-is tightened to 0.2 s), torchft 0.2 (goes on with the survivor; heartbeat 1 s). Each writes a
-checkpoint every 10 steps.
+is tightened to 0.2 s). Each writes a checkpoint every 10 steps.
 Fifteen minutes; with --quick five.
 """
 
@@ -44,7 +43,7 @@ from eagleray.project import Project
 _SETTLE_S = 12.0
 _LIMIT_S = 150.0
 _GOAL_S = 3.0
-_WAYS = ("eagleray", "torchrun", "ray", "torchft")
+_WAYS = ("eagleray", "torchrun", "ray")
 
 
 @dataclass(frozen=True)
@@ -243,9 +242,9 @@ train:
 def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
     """A peer, killed as often."""
     recoveries: list[Recovery] = []
-    with _running(way, folder) as restart, _told(way, recoveries):
+    with _running(way, folder), _told(way, recoveries):
         for _ in range(kills):
-            _wait(folder, lambda steps: {step.rank for step in steps} == {0, 1}, restart)
+            _wait(folder, lambda steps: {step.rank for step in steps} == {0, 1})
             time.sleep(_SETTLE_S)
             newest = {step.rank: step for step in _steps(folder)}
             victim = newest[1]
@@ -261,7 +260,7 @@ def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
                     s.pid != victim.pid and s.rank == 1 for s in later(steps)
                 )
 
-            steps = _wait(folder, is_over, restart)
+            steps = _wait(folder, is_over)
             after = [step for step in later(steps) if step.step > before]
             first = min(step.time_s for step in after)
             both = min(step.time_s for step in after if step.rank == 1 and step.pid != victim.pid)
@@ -272,8 +271,8 @@ def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
 
 
 @contextlib.contextmanager
-def _running(way: str, folder: Path) -> Iterator[Callable[[], None]]:
-    """A peer at work; gives what starts again what its own supervisor does not."""
+def _running(way: str, folder: Path) -> Iterator[None]:
+    """A peer at work."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Else its restarts may meet the addresses of the dead, and are burnt (pytorch #167288).
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -288,37 +287,19 @@ def _running(way: str, folder: Path) -> Iterator[Callable[[], None]]:
         processes.append(process)
         return process
 
-    restart: Callable[[], None] = lambda: None  # noqa: E731
-    lighthouse: Any = None
     if way == "torchrun":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         start(*launcher, "--max-restarts", "1000", *module)
-    elif way == "ray":
-        start(*module)
     else:
-        from torchft.coordination import LighthouseServer
-
-        lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50,
-            heartbeat_timeout_ms=1000,
-        )  # fmt: skip
-        ranks = [start(*module, str(rank), lighthouse.address()) for rank in (0, 1)]
-
-        def restart() -> None:
-            for rank, process in enumerate(ranks):
-                if process.poll() is not None:
-                    ranks[rank] = start(*module, str(rank), lighthouse.address())
-
+        start(*module)
     try:
-        yield restart
+        yield
     finally:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 end_family(process.pid)
             process.kill()
             process.wait()
-        if lighthouse is not None:
-            lighthouse.shutdown()
 
 
 @contextlib.contextmanager
@@ -332,12 +313,9 @@ def _told(way: str, recoveries: list[Recovery]) -> Iterator[None]:
         console.print(f"{way}, kill {len(recoveries) + 1}: {str(error)[:200]}")
 
 
-def _wait(
-    folder: Path, condition: Callable[[list[Step]], bool], restart: Callable[[], None]
-) -> list[Step]:
+def _wait(folder: Path, condition: Callable[[list[Step]], bool]) -> list[Step]:
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline:
-        restart()
         steps = _steps(folder)
         if condition(steps):
             return steps

@@ -1,8 +1,7 @@
-"""The training loop of benchmarks.recovery, as torchrun, Ray Train and torchft have it.
+"""The training loop of benchmarks.recovery, as torchrun and Ray Train have it.
 
     python -m benchmarks.recovery_peers torchrun FOLDER     under torch.distributed.run
     python -m benchmarks.recovery_peers ray FOLDER          starts a Ray cluster of its own
-    python -m benchmarks.recovery_peers torchft FOLDER RANK LIGHTHOUSE
 
 Each rank adds a line to FOLDER/steps after each optimizer step: time, step, rank, pid. A checkpoint
 is written every 10 steps, as their documentation has it.
@@ -133,44 +132,6 @@ def with_ray(folder: Path) -> None:
     ).fit()
 
 
-def with_torchft(folder: Path, rank: int, lighthouse: str) -> None:
-    """One replica group of one process; the other goes on alone while it is gone."""
-    import torchft
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    parts = Parts(rank)
-
-    def load(state: dict[str, Any]) -> None:
-        parts.model.load_state_dict(state["model"])
-        plain.load_state_dict(state["optimizer"])
-
-    plain = parts.optimizer()
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(),
-        load_state_dict=load,
-        state_dict=lambda: {"model": parts.model.state_dict(), "optimizer": plain.state_dict()},
-        min_replica_size=1, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
-        replica_id=f"replica-{rank}-", lighthouse_addr=lighthouse,
-    )  # fmt: skip
-    inner = parts.model
-    parts.model = torchft.DistributedDataParallel(manager, inner)
-    parts.model.state_dict = inner.state_dict  # type: ignore[method-assign]
-    parts.model.load_state_dict = inner.load_state_dict  # type: ignore[method-assign]
-    optimizer = torchft.Optimizer(manager, plain)
-    while manager.current_step() < MAX_STEPS:
-        step = manager.current_step()
-        optimizer.zero_grad()
-        parts.loss(step).backward()
-        optimizer.step()
-        if manager.current_step() > step:
-            note(folder, step, rank)
-
-
 if __name__ == "__main__":
     way, place = sys.argv[1], Path(sys.argv[2])
-    if way == "torchrun":
-        with_torchrun(place)
-    elif way == "ray":
-        with_ray(place)
-    else:
-        with_torchft(place, int(sys.argv[3]), sys.argv[4])
+    {"torchrun": with_torchrun, "ray": with_ray}[way](place)
