@@ -7,6 +7,7 @@ Each rank adds a line to FOLDER/steps after each optimizer step: time, step, ran
 is written every 10 steps, as their documentation has it.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -39,9 +40,27 @@ class Parts:
         self.model.init_weights(torch.Generator().manual_seed(0))  # type: ignore[operator]
         self.rank = rank
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Of the model as it is by now."""
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+    def begin(self, path: Path | None) -> int:
+        """Make the optimizer, and go on from a checkpoint, if there is one; its step."""
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if path is None or not path.exists():
+            return 0
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+    def step(self, step: int, folder: Path) -> None:
+        """Take a step, and note it."""
+        self.optimizer.zero_grad()
+        self.loss(step).backward()
+        self.optimizer.step()
+        note(folder, step, self.rank)
+
+    def save(self, step: int, path: Path) -> None:
+        """Write a checkpoint."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, "step": step}, path)
 
     def loss(self, step: int) -> torch.Tensor:
         """Over this rank's part of a step's batch."""
@@ -64,20 +83,10 @@ def with_torchrun(folder: Path) -> None:
     rank = dist.get_rank()
     parts, path = Parts(rank), folder / "checkpoint.pt"
     parts.model = nn.parallel.DistributedDataParallel(parts.model)
-    optimizer, start = parts.optimizer(), 0
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        parts.model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-    for step in range(start, MAX_STEPS):
-        optimizer.zero_grad()
-        parts.loss(step).backward()
-        optimizer.step()
-        note(folder, step, rank)
+    for step in range(parts.begin(path), MAX_STEPS):
+        parts.step(step, folder)
         if (step + 1) % EVERY == 0 and rank == 0:
-            state = {"model": parts.model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "step": step + 1}, folder / "checkpoint.new")
+            parts.save(step + 1, folder / "checkpoint.new")
             (folder / "checkpoint.new").rename(path)
 
 
@@ -88,25 +97,16 @@ def _train_with_ray(config: dict[str, Any]) -> None:
     folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
     parts = Parts(rank)
     parts.model = ray.train.torch.prepare_model(parts.model)
-    optimizer, start = parts.optimizer(), 0
     checkpoint = ray.train.get_checkpoint()
-    if checkpoint:
-        with checkpoint.as_directory() as saved:
-            state = torch.load(Path(saved) / "state.pt", weights_only=True)
-        parts.model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
+    with checkpoint.as_directory() if checkpoint else contextlib.nullcontext() as saved:
+        start = parts.begin(Path(saved) / "state.pt" if saved else None)
     for step in range(start, MAX_STEPS):
-        optimizer.zero_grad()
-        parts.loss(step).backward()
-        optimizer.step()
-        note(folder, step, rank)
+        parts.step(step, folder)
         if (step + 1) % EVERY == 0:
             with tempfile.TemporaryDirectory() as made:
                 kept = None
                 if rank == 0:
-                    state = {"model": parts.model.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save({**state, "step": step + 1}, Path(made) / "state.pt")
+                    parts.save(step + 1, Path(made) / "state.pt")
                     kept = ray.train.Checkpoint.from_directory(made)
                 ray.train.report({"step": step + 1}, checkpoint=kept)
 

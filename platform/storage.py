@@ -186,7 +186,7 @@ class Storage:
             sync_folder(path.parent)  # Some file systems do not keep the order of two renames.
             try:
                 self.publish(folder, *parts)
-            except BaseException:
+            except BaseException:  # Also at Ctrl-C: the old folder must not stay aside.
                 if not path.exists():
                     aside.rename(path)
                 raise

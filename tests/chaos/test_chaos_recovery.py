@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.chaos.runs import assert_same
 
 from eagleray.actors.chaos import ChaosPlan, Injector
 from eagleray.project import Project, TrainedRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
 MakeProject = Callable[..., Project]
-STEPS = 200
 
 
 def train(project: Project, *faults: dict[str, Any]) -> tuple[TrainedRun, Injector]:
@@ -21,15 +21,6 @@ def train(project: Project, *faults: dict[str, Any]) -> tuple[TrainedRun, Inject
     assert injector.waiting == 0
     assert len(injector.fired) == len(faults)
     return run, injector
-
-
-def assert_same(run: TrainedRun, undisturbed: TrainedRun) -> None:
-    """The same weights from the same samples, each exactly once."""
-    assert (run.steps, run.samples, run.missing, run.doubled) == (STEPS, STEPS * 8, 0, 0)
-    assert run.model is not None
-    assert undisturbed.model is not None
-    assert run.model.artifact == undisturbed.model.artifact
-    assert run.eval_loss == undisturbed.eval_loss
 
 
 def trained(project: Project, run: TrainedRun) -> list[tuple[int, int]]:

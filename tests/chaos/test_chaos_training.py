@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from tests.chaos.runs import assert_same
 from tools.redis_cluster import RedisCluster
 
 from eagleray.actors.cache.frame import digest_key
@@ -22,7 +23,6 @@ from eagleray.project import Project, TrainedRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
 MakeProject = Callable[..., Project]
-STEPS = 200
 
 
 class KillOnce:
@@ -93,15 +93,6 @@ def child(title: str) -> Callable[[str, Progress], int | None]:
         return None
 
     return find
-
-
-def assert_same(run: TrainedRun, undisturbed: TrainedRun) -> None:
-    """The same weights from the same samples, each exactly once."""
-    assert (run.steps, run.samples, run.missing, run.doubled) == (STEPS, STEPS * 8, 0, 0)
-    assert run.model is not None
-    assert undisturbed.model is not None
-    assert run.model.artifact == undisturbed.model.artifact
-    assert run.eval_loss == undisturbed.eval_loss
 
 
 def test_nothing_of_a_run_listens_beyond_loopback(watched: Any) -> None:
