@@ -101,5 +101,5 @@ def load_plan(path: Path) -> ChaosPlan:
         where = ".".join(str(part) for part in first["loc"]) or "the plan"
         raise UsageError(
             f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}",
-            "see `eagleray chaos run --help` for an example",
+            "docs/guarantees.md#chaos has an example",
         ) from error
