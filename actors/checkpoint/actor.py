@@ -9,6 +9,7 @@ import ray
 from eagleray.actors.checkpoint.snapshot_buffer import BufferName
 from eagleray.actors.checkpoint.state import HandedOver, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore, StoreStatus
+from eagleray.actors.nodes import beside_this_process
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.runs import RunStore
 from eagleray.platform.storage import Storage
@@ -63,6 +64,6 @@ def create_store(storage: Storage, run_id: str, config: CheckpointConfig) -> Any
     """
     options: dict[str, Any] = {
         "name": f"checkpoint-store:{run_id}", "num_cpus": 0, "max_restarts": -1,
-        "max_concurrency": _THREADS,
+        "max_concurrency": _THREADS, "scheduling_strategy": beside_this_process(),
     }  # fmt: skip
     return ray.remote(_StoreActor).options(**options).remote(storage, run_id, config)

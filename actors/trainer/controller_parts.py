@@ -15,7 +15,6 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup, state, worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     DefaultPlacementGroupHandle,
@@ -77,16 +76,6 @@ class _NoSynchronization:
 
     def remote(self, **_: Any) -> Self:
         return self
-
-
-class FixedCluster(FixedScalingPolicy):
-    """The wished number of workers, without a request to an autoscaler that is not there."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Ray Train's hook."""
-
-    def _maybe_send_resource_request(self) -> None:
-        pass
 
 
 class Patience(FailurePolicy):

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from eagleray.actors.nodes import alive_ids, beside_this_process
+from eagleray.actors.trainer.crew import Crew, Member
+from eagleray.actors.trainer.phases import Interruption
 from eagleray.actors.trainer.process_actor import create_process
 from eagleray.actors.trainer.run_actors import RunActors
-from eagleray.actors.trainer.seams import LoopSpec, Seat, Standing
+from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.seating import (
     KEPT_JOURNALS,
     End,
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 _RETURN_S = 15.0
 """How long a member may take to leave an attempt that is over, before it is killed."""
 _POLL_S = 20.0
+_PAUSE_AGAIN_S = 2.0
+"""A process that had not begun has not heard that it is to pause."""
 _ALL_STUCK_S = 2.0
 """Within which all ranks are found to be stuck, once one is."""
 _MESSAGE_CHARS = 2000
@@ -59,21 +64,6 @@ class GangOptions:
     max_failures: int
     spares: int
     stacks: Path
-
-
-@dataclass
-class Member:
-    """A training process."""
-
-    handle: Any
-    node_id: str
-    pid: int = 0
-    standing: Standing | None = None
-    """None: it holds no whole state."""
-    is_noted: bool = False
-    """Its own journal has what it alone knows."""
-    journal: str = ""
-    is_warm: bool = False
 
 
 @dataclass
@@ -100,16 +90,17 @@ class Gang:
     def __init__(self, options: GangOptions) -> None:
         self._options = options
         self._group: Group | None = None
-        self._members: dict[int, Member] = {}  # by rank
-        self._spares: list[Member] = []
+        self._seated = Group("", 0)  # whose places are sat at
+        self._crew = Crew(self._new_process, options.spares)
         # Rank -> journals of who sits and sat there, as the worker of its place holds them.
         self._kept: dict[int, list[str]] = {}
         self._verdict: Verdict | None = None
         self._failures = 0
         self._stuck: dict[int, int] = {}
         self._changed = asyncio.Condition()
+        self._wants_save = False
         self._is_moved = asyncio.Event()  # the places are others than those that are trained on
-        self._recovery: dict[str, Any] | None = None
+        self._interruption: Interruption | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def enter(
@@ -137,13 +128,13 @@ class Gang:
     async def expect(self, spec: LoopSpec, actors: RunActors, node_id: str, count: int) -> None:
         """Start processes on a node where ranks will sit, while Ray Train still finds places."""
         self._spec, self._actors = spec, actors
-        self._spares += [self._created(node_id) for _ in range(count)]
+        self._crew.expect(node_id, count)
 
     async def seated(self, name: str, rank: int, pid: int) -> tuple[int, str] | None:
         """Process and journal of a rank, as soon as the process is not `pid`; None for not yet."""
 
         def other() -> Member | None:
-            member = self._members.get(rank)
+            member = self._crew.members.get(rank) if name == self._seated.name else None
             return member if member and member.journal and member.pid != pid else None
 
         await self._wait(lambda: other() is not None)
@@ -171,6 +162,12 @@ class Gang:
         await asyncio.sleep(_ALL_STUCK_S)
         return rank in laggards(self._stuck)
 
+    async def save(self, reason: str) -> None:
+        """Have a snapshot taken at once, and go on."""
+        self._tell("preemption", {"message": reason})
+        self._wants_save = True
+        self._is_moved.set()
+
     async def places(self) -> list[Place]:
         """The places that Ray Train's workers hold now."""
         return list(self._group.places.values()) if self._group else []
@@ -182,11 +179,12 @@ class Gang:
 
     async def reached(self, phase: str) -> None:
         """Rank 0 has come to a phase of an attempt: `met`, `restored`, `stepped`."""
-        if self._recovery is not None:
-            self._recovery.setdefault(phase, time.time())
+        self._reach(phase)
         if phase == "stepped":
-            self._record_recovery()
-            self._start(self._fill_spares())
+            if self._interruption is not None:
+                self._tell(self._interruption.event, self._interruption.seconds())
+                self._interruption = None
+            self._start(self._crew.fill_spares())
 
     async def _wait(self, condition: Any) -> None:
         async with self._changed:
@@ -217,71 +215,99 @@ class Gang:
 
     async def _attempt(self, group: Group) -> dict[int, Outcome | None]:
         """Seat the members and let them train; rank -> how it ended, None for a death."""
-        self._stuck.clear()
-        plans = await self._seat(group)
-        if plans is None:
-            return {}
-        lead = self._members[0].handle
+        moved = asyncio.create_task(self._moved_elsewhere(group))
         try:
-            address = await lead.listen.remote() if group.world_size > 1 else None
-        except RayError:
-            return {
-                rank: None if rank == 0 else _interrupted(m) for rank, m in self._members.items()
-            }
-        self._reach("seated")
-        running = {
-            asyncio.create_task(
-                _outcome(self._members[rank].handle.run.remote(plan, address))
-            ): rank
-            for rank, plan in plans.items()
-        }
-        moved = asyncio.create_task(self._is_moved_elsewhere(group))
-        outcomes: dict[int, Outcome | None] = {}
-        waiting = {*running}
-        try:
-            while waiting and not _is_torn(outcomes.values()):
-                done, _ = await asyncio.wait({*waiting, moved}, return_when=asyncio.FIRST_COMPLETED)
-                outcomes |= {running[task]: task.result() for task in done & waiting}
-                waiting -= done
-                if moved in done:
-                    await self._pause(running[task] for task in waiting)
-                    break
-            if waiting:
-                torn_at = time.time()
-                outcomes |= await self._gathered({task: running[task] for task in waiting})
-                self._recovery = {"detected": torn_at, "gathered": time.time()}
+            # On a node that is going, a process may never come.
+            plans = await _unless(moved, self._seat(group, moved))
+            return await self._trained(group, plans, moved) if plans is not None else {}
         finally:
             moved.cancel()
+
+    async def _trained(
+        self, group: Group, plans: dict[int, Plan], moved: asyncio.Task[None]
+    ) -> dict[int, Outcome | None]:
+        self._stuck.clear()
+        members = self._crew.members
+        try:
+            address = await members[0].handle.listen.remote() if group.world_size > 1 else None
+        except RayError:
+            return {rank: None if rank == 0 else _interrupted(m) for rank, m in members.items()}
+        self._reach("seated")
+        running = {
+            asyncio.create_task(_outcome(members[rank].handle.run.remote(plan, address))): rank
+            for rank, plan in plans.items()
+        }
+        outcomes: dict[int, Outcome | None] = {}
+        waiting = {*running}
+        pause_ends: float | None = None
+        while waiting and not _is_torn(outcomes.values()):
+            watched = {*waiting, moved} if pause_ends is None else waiting
+            timeout = None if pause_ends is None else _PAUSE_AGAIN_S
+            done, _ = await asyncio.wait(
+                watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            outcomes |= {running[task]: task.result() for task in done & waiting}
+            waiting -= done
+            if not moved.done():
+                continue
+            if pause_ends is None:
+                self._wants_save = False
+                pause_ends = time.monotonic() + self._spec.train.step_timeout_s
+                self._interruption = Interruption("resized")
+                self._tell_resize(group)
+            elif time.monotonic() > pause_ends:
+                break
+            self._pause(running[task] for task in waiting)
+        if waiting:
+            self._interruption = Interruption("recovery")
+            outcomes |= await self._gathered({task: running[task] for task in waiting})
+        elif _is_torn(outcomes.values()):
+            self._interruption = Interruption("recovery")
+        self._reach("gathered")
         return outcomes
 
     async def _gathered(self, running: dict[asyncio.Task[Outcome | None], int]) -> Any:
         """The outcomes of those who wait for a peer that is gone; who does not return is killed."""
         for rank in running.values():
             with contextlib.suppress(RayError):
-                self._members[rank].handle.sever.remote()
+                self._crew.members[rank].handle.sever.remote()
         _, late = await asyncio.wait(running, timeout=_RETURN_S)
         for task in late:
             rank = running[task]
             logger.error("rank %d did not leave the attempt in %g s: killed", rank, _RETURN_S)
-            ray.kill(self._members[rank].handle)
+            ray.kill(self._crew.members[rank].handle)
         if late:
             await asyncio.wait(late)
         return {rank: task.result() for task, rank in running.items()}
 
-    async def _pause(self, ranks: Any) -> None:
+    def _pause(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             with contextlib.suppress(RayError):
-                self._members[rank].handle.pause.remote()
+                self._crew.members[rank].handle.pause.remote()
 
-    async def _is_moved_elsewhere(self, group: Group) -> None:
-        """Return when Ray Train holds other places; the same ones are taken over in passing."""
+    async def _moved_elsewhere(self, group: Group) -> None:
+        """Return when Ray Train holds other places; the same ones are taken over in passing.
+
+        Who is to sit there is made ready before, while the others train.
+        """
         while True:
             await self._is_moved.wait()
             self._is_moved.clear()
             now = self._group
             assert now is not None
             if now.world_size != group.world_size or now.places != group.places:
+                await self._crew.welcome(now.places.values())
                 return
+            self._seated = now
+            if self._wants_save:
+                return
+
+    def _tell_resize(self, group: Group) -> None:
+        now = self._group
+        if now is None or now is group:
+            return
+        sizes = {"from": group.world_size, "to": now.world_size}
+        self._tell("resize", {**sizes, "message": "the places that Ray Train holds are others"})
 
     async def _judged(self, outcomes: dict[int, Outcome | None]) -> Verdict | None:
         """Note what happened; how the run ended, None if it goes on."""
@@ -297,16 +323,15 @@ class Gang:
         if is_lost:
             self._kept.clear()
             what = {"message": "what a dead process alone knew is gone: on from a snapshot"}
-            with contextlib.suppress(RayError):
-                self._actors.recorder.call.remote("event", "state_lost", what)
+            self._tell("state_lost", what)
         faults = {}
         for rank, outcome in outcomes.items():
             if outcome is None:
                 faults[rank] = "its process died"
-                del self._members[rank]
+                del self._crew.members[rank]
             else:
-                self._members[rank].standing = None if is_lost else outcome.standing
-                self._members[rank].is_noted = not is_lost and outcome.is_noted
+                self._crew.members[rank].standing = None if is_lost else outcome.standing
+                self._crew.members[rank].is_noted = not is_lost and outcome.is_noted
                 if outcome.message and outcome.end is not End.LOST:
                     faults[rank] = outcome.message
         if not faults:
@@ -320,34 +345,40 @@ class Gang:
             return Verdict(message[:_MESSAGE_CHARS])
         return None
 
-    async def _seat(self, group: Group) -> dict[int, Plan] | None:
+    async def _seat(self, group: Group, moved: asyncio.Task[None]) -> dict[int, Plan] | None:
         """A member for each place, with its journal; rank -> its plan. None: a place is gone."""
+        crew = self._crew
+        if group.world_size != self._seated.world_size:
+            # The journals are of other seats.
+            self._kept.clear()
+            for member in crew.members.values():
+                member.forget()
         while True:
-            self._dismiss(group)
-            for rank, place in sorted(group.places.items()):
-                if rank not in self._members:
-                    self._members[rank] = self._taken(place.node_id)
-            dead = await self._prepared(group.world_size)
+            crew.seat(group.places)
+            self._seated = group
+            dead = await crew.prepare(group.world_size)
             if not dead:
                 break
             # Of a spare that died while it waited, nobody has noticed.
-            self._failures += any(not self._members[rank].is_warm for rank in dead)
+            is_new = any(not crew.members[rank].is_warm for rank in dead)
             for rank in dead:
-                del self._members[rank]
-            if not {group.places[rank].node_id for rank in dead} <= _alive_nodes():
-                await self._is_moved.wait()
+                del crew.members[rank]
+            if not {group.places[rank].node_id for rank in dead} <= alive_ids():
+                await asyncio.shield(moved)
                 return None
+            self._failures += is_new
             if self._failures > self._options.max_failures:
                 message = f"ranks {dead}: their processes died while they started"
                 await self._end(Verdict(message))
                 return None
-        standings = {rank: member.standing for rank, member in self._members.items()}
+        members = crew.members
+        standings = {rank: member.standing for rank, member in members.items()}
         inherited = {
             rank: () if member.standing else tuple(self._kept.get(rank, ()))
-            for rank, member in self._members.items()
+            for rank, member in members.items()
         }
         # A rank's own sums are nowhere but in its journal.
-        is_known = all(m.is_noted or inherited[rank] for rank, m in self._members.items())
+        is_known = all(m.is_noted or inherited[rank] for rank, m in members.items())
         bond = bond_of(standings) if is_known else None
         numbers = local_ranks(group.places.values())
         async with self._changed:
@@ -359,62 +390,9 @@ class Gang:
             for rank, place in group.places.items()
         }
 
-    def _dismiss(self, group: Group) -> None:
-        """End members whose place is gone; their nodes have others."""
-        for rank, member in list(self._members.items()):
-            place = group.places.get(rank)
-            if place is None or place.node_id != member.node_id:
-                ray.kill(member.handle)
-                del self._members[rank]
-
-    def _taken(self, node_id: str) -> Member:
-        """A spare of a node, or a new process there."""
-        for spare in self._spares:
-            if spare.node_id == node_id:
-                self._spares.remove(spare)
-                return spare
-        return self._created(node_id)
-
-    def _created(self, node_id: str) -> Member:
+    def _new_process(self, node_id: str) -> Any:
         folder, this = self._options.stacks, ray.get_runtime_context().current_actor
-        return Member(create_process(self._spec, self._actors, this, folder, node_id), node_id)
-
-    async def _prepared(self, world_size: int) -> list[int]:
-        """Wait until all members are there, with their journals; the ranks of those that died."""
-
-        async def prepare(member: Member) -> None:
-            member.pid = await member.handle.pid.remote()
-            member.journal = await member.handle.open_journal.remote(world_size)
-
-        ranks = sorted(self._members)
-        results = await asyncio.gather(
-            *(prepare(self._members[rank]) for rank in ranks), return_exceptions=True
-        )
-        dead = []
-        for rank, result in zip(ranks, results, strict=True):
-            if isinstance(result, RayError):
-                logger.warning("process of rank %d is not there: %s", rank, result)
-                dead.append(rank)
-            elif isinstance(result, BaseException):
-                raise result
-        return dead
-
-    async def _fill_spares(self) -> None:
-        """Have as many warm processes on each node as wished."""
-        group = self._group
-        for node_id in sorted({place.node_id for place in group.places.values()} if group else ()):
-            missing = self._options.spares - sum(s.node_id == node_id for s in self._spares)
-            for _ in range(missing):
-                spare = self._created(node_id)
-                self._spares.append(spare)
-                try:
-                    await spare.handle.warm_up.remote()
-                    spare.is_warm = True
-                except RayError as error:
-                    # Deaths are met by a new process then, which takes seconds.
-                    logger.warning("a spare died while it warmed up: %s", error)
-                    if spare in self._spares:
-                        self._spares.remove(spare)
+        return create_process(self._spec, self._actors, this, folder, node_id)
 
     async def _end(self, verdict: Verdict) -> None:
         async with self._changed:
@@ -422,20 +400,12 @@ class Gang:
             self._changed.notify_all()
 
     def _reach(self, phase: str) -> None:
-        if self._recovery is not None:
-            self._recovery.setdefault(phase, time.time())
+        if self._interruption is not None:
+            self._interruption.reach(phase)
 
-    def _record_recovery(self) -> None:
-        recovery, self._recovery = self._recovery, None
-        if recovery is None:
-            return
-        phases, before = {}, recovery["detected"]
-        for phase in ("gathered", "seated", "met", "restored", "stepped"):
-            if phase in recovery:
-                phases[f"{phase}_s"] = round(recovery[phase] - before, 3)
-                before = recovery[phase]
+    def _tell(self, event: str, details: dict[str, Any]) -> None:
         with contextlib.suppress(RayError):
-            self._actors.recorder.call.remote("event", "recovery", phases)
+            self._actors.recorder.call.remote("event", event, details)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_event_loop().create_task(work)
@@ -447,7 +417,7 @@ def create_gang(run_id: str, options: GangOptions) -> Any:
     """Start the gang of a run; it ends with its creator."""
     settings: dict[str, Any] = {
         "name": f"gang:{run_id}", "num_cpus": 0, "max_restarts": -1,
-        "max_concurrency": 10_000,
+        "max_concurrency": 10_000, "scheduling_strategy": beside_this_process(),
     }  # fmt: skip
     return ray.remote(Gang).options(**settings).remote(options)
 
@@ -469,10 +439,16 @@ def _interrupted(member: Member) -> Outcome:
     return Outcome(End.INTERRUPTED, member.standing, member.is_noted)
 
 
-def _alive_nodes() -> set[str]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"] for node in nodes if node["Alive"]}
-
-
 def _is_torn(outcomes: Any) -> bool:
-    return any(outcome is None or outcome.end is not End.FINISHED for outcome in outcomes)
+    well = (End.FINISHED, End.PAUSED)
+    return any(outcome is None or outcome.end not in well for outcome in outcomes)
+
+
+async def _unless(other: asyncio.Task[None], work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of some work; None if another task ends before it."""
+    task = asyncio.create_task(work)
+    await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None

@@ -13,11 +13,10 @@ that is due can therefore be done twice, or begun and not ended, without a trace
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from eagleray.actors.checkpoint.snapshot import Snapshotter, load_arrays, optimi
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import Mixer
 from eagleray.actors.data.order import domains_of
-from eagleray.actors.trainer.collectives import Collectives, PeerLostError
+from eagleray.actors.trainer.collectives import Collectives
 from eagleray.actors.trainer.journal import Entry, StepJournal
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.actors.trainer.seams import (
@@ -47,6 +46,10 @@ from eagleray.platform.model.decoder import Decoder
 _PEAK_SIZE = 768
 _PEAK_ROUNDS = 12
 _MAX_SEED = 2**63
+
+
+class PausedError(RuntimeError):
+    """All ranks have paused after the same step, and the store has its snapshot."""
 
 
 class StateLostError(RuntimeError):
@@ -97,7 +100,7 @@ class RankTrainer:
         self._model = Decoder(spec.model).to(train.device)
         self._stepper = Stepper(self._model, train, 1, clock)
         self._own_peak = measure_peak_flops(train.device, clock)
-        self._paused = threading.Event()
+        self._is_pausing = False
         self._journal: StepJournal | None = None
         self._seat, self._attempt, self._peak = Seat(), 0, 0.0
         self._peers = Collectives(self._seat)
@@ -109,6 +112,11 @@ class RankTrainer:
         fresh = Decoder(self._spec.model)
         fresh.init_weights(torch.Generator().manual_seed(self._spec.train.seed))
         self._model.load_state_dict(fresh.state_dict())
+        self._forget()
+        self._is_new = True
+
+    def _forget(self) -> None:
+        """All but the weights."""
         self._stepper.reset()
         self._mixer = (
             Mixer(self._spec.mixer, self._spec.train.batch_size) if self._spec.mixer else None
@@ -121,7 +129,6 @@ class RankTrainer:
         self._grad_norm = 0.0
         self._eval_loss: tuple[int, float] | None = None  # step, held-out loss
         self._pace = SnapshotPace(self._spec.train.checkpoint, 0, self._clock)
-        self._is_new = True
 
     def warm_up(self) -> None:
         """Take a step on nothing and forget it, so that the first real one loads nothing more."""
@@ -139,10 +146,6 @@ class RankTrainer:
         decisions = self._mixer.decisions if self._mixer else 0
         return Standing(self._applied, decisions, self._settled)
 
-    def pause(self) -> None:
-        """Let `run` raise PeerLostError before its next step; from any thread."""
-        self._paused.set()
-
     def run(
         self,
         seat: Seat,
@@ -154,6 +157,7 @@ class RankTrainer:
         inherited: Sequence[StepJournal] = (),
         tell: Callable[[str], None] = lambda phase: None,
         peers: Collectives | None = None,
+        wants_pause: Callable[[], bool] = lambda: False,
     ) -> int:
         """Train to the last step.
 
@@ -169,6 +173,7 @@ class RankTrainer:
             inherited: Those of the processes that sat here and died, the last one first.
             tell: Hears `restored` and, after the first step, `stepped`.
             peers: The ranks; None: of the default process group.
+            wants_pause: Asked in each step; if it holds on any rank, all pause after that step.
 
         Returns:
             The number of steps that the final weights have seen.
@@ -177,16 +182,17 @@ class RankTrainer:
             NonFiniteLossError: A loss or gradient is not finite.
             ServiceError: The ranks were given different states to go on from.
             PeerLostError: Another rank is gone; run again, with what is left.
+            PausedError: All ranks have paused.
             StateLostError: The bond cannot be made.
         """
-        self._paused.clear()
         self._seat, self._journal = seat, journal
         self._peers = peers or Collectives(seat)
         self._stepper.span(seat.world_size, self._peers)
         self._snapshotter = Snapshotter(
             self._model, self._stepper.optimizer, sink, has_state=seat.rank == 0
         )
-        self._stepper.before_update = self._snapshotter.join
+        self._stepper.before_update, self._stepper.wants_pause = self._snapshotter.join, wants_pause
+        self._is_pausing = False
         attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
         self._attempt = self._peers.from_rank_zero(attempt)
         reporter.join(self._attempt, seat.rank)
@@ -225,12 +231,12 @@ class RankTrainer:
         first = self._applied
         is_over = self._settled < self._applied and self._settle(source, sink, reporter)
         while not is_over and self._applied < self._spec.train.steps:
-            if self._paused.is_set():
-                raise PeerLostError("training is paused")
             self._step(source)
             if self._applied == first + 1:
                 tell("stepped")
             is_over = self._settle(source, sink, reporter)
+            if self._is_pausing and not is_over:
+                self._pause(sink)
         assert self._snapshotter is not None
         self._snapshotter.join()
         sink.settle()
@@ -261,7 +267,7 @@ class RankTrainer:
             self._note(step + 1, window, sums, batch.ids)
 
         result = self._stepper.step(step, batch.tokens, note, wants_losses=mixer is not None)
-        self._applied = step + 1
+        self._applied, self._is_pausing = step + 1, result.is_pause
         self._ids[step] = batch.ids
         self._grad_norm = result.grad_norm
         if mixer and sums is not None:
@@ -294,6 +300,14 @@ class RankTrainer:
                 self._window = self._window.spent("checkpoint", took)
         self._settled = done
         return is_last
+
+    def _pause(self, sink: SnapshotSink) -> NoReturn:
+        assert self._snapshotter is not None
+        if self._logged < self._applied:
+            self._submit()
+        self._snapshotter.join()
+        sink.settle()
+        raise PausedError(f"paused after step {self._applied}")
 
     def _decide(self, mixer: Mixer) -> None:
         """Let rank 0 choose the next weights from the losses of all ranks, and tell the others."""
@@ -359,11 +373,13 @@ class RankTrainer:
         start = checkpoint.step if checkpoint else 0
         self._agree(start)
         self._is_whole = False
-        if not self._is_new:
+        if checkpoint is not None:
+            self._forget()
+        elif not self._is_new:
             self._begin_anew()
         seed, rank = self._spec.train.seed, self._seat.rank
-        # The stream of a rank depends on nothing but the seed and the rank, at a resize too.
-        torch.manual_seed((seed * 1_000_003 + rank) % _MAX_SEED)
+        # At a resize a rank's stream begins anew: by seed, rank and step, and nothing else.
+        torch.manual_seed((seed * 1_000_003 + rank + start * 7_368_787) % _MAX_SEED)
         self._window = _Window(self._clock())
         self._pace = SnapshotPace(self._spec.train.checkpoint, start, self._clock)
         if checkpoint is not None:

@@ -24,7 +24,7 @@ from eagleray.actors.data.loader_client import LoaderClient
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.collectives import PeerLostError
 from eagleray.actors.trainer.journal import StepJournal
-from eagleray.actors.trainer.loop import RankTrainer, StateLostError
+from eagleray.actors.trainer.loop import PausedError, RankTrainer, StateLostError
 from eagleray.actors.trainer.process_group import Address, Group, set_device
 from eagleray.actors.trainer.recorder import Fatal
 from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
@@ -106,6 +106,7 @@ class TrainProcess:
         self._group: Group | None = None
         self._trainer: RankTrainer | None = None
         self._journal: StepJournal | None = None
+        self._paused = threading.Event()
         stacks.mkdir(parents=True, exist_ok=True)
         self._stacks = (stacks / f"{os.getpid()}.txt").open("a")
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
@@ -158,6 +159,8 @@ class TrainProcess:
             self._tell(seat.rank, "met")
             self._train(trainer, plan)
             return Outcome(End.FINISHED, trainer.standing, trainer.is_noted)
+        except PausedError:
+            return Outcome(End.PAUSED, trainer.standing if trainer else None, True)
         except PeerLostError as error:
             return self._interrupted(End.INTERRUPTED, trainer, str(error))
         except StateLostError as error:
@@ -176,13 +179,13 @@ class TrainProcess:
             return Outcome(End.FAILED, message=error.what)
         finally:
             group.leave()
+            self._paused.clear()
             if trainer is not None:
                 trainer.drop()
 
     def pause(self) -> None:
-        """Let the attempt end before its next step."""
-        if self._trainer is not None:
-            self._trainer.pause()
+        """Let all ranks of the attempt end after their next step, with a snapshot."""
+        self._paused.set()
 
     def sever(self) -> None:
         """End the attempt: this process waits for a peer that will not come."""
@@ -200,7 +203,7 @@ class TrainProcess:
         with _source(self._actors, plan, spec) as source:
             trainer.run(
                 seat, source, store, self._recorder, plan.bond, self._journal, inherited,
-                lambda phase: self._tell(seat.rank, phase),
+                lambda phase: self._tell(seat.rank, phase), wants_pause=self._paused.is_set,
             )  # fmt: skip
 
     def _new_group(self) -> Group:
@@ -230,14 +233,14 @@ class TrainProcess:
 def _source(actors: RunActors, plan: Plan, spec: LoopSpec) -> Iterator[BatchSource]:
     """Where this worker's batches come from."""
     seat = plan.seat
-    if actors.reading is not None:
-        # Only here: it brings Redis and the cache with it.
+    node_id = ray.get_runtime_context().get_node_id()
+    loaders = actors.loaders.get(node_id)
+    if not loaders:
+        # None are wanted, or the node came later. Only here: it brings Redis and the cache with it.
         from eagleray.actors.data.loader_actor import LoaderServer  # noqa: PLC0415
 
         with closing(LoaderServer(actors.reading, seat.rank, seat.world_size)) as server:
             yield _OwnSource(server)
         return
-    node_id = ray.get_runtime_context().get_node_id()
-    loaders = actors.loaders.get(node_id) or next(iter(actors.loaders.values()))
     loader = loaders[plan.local_rank % len(loaders)]
     yield LoaderSource(LoaderClient(loader, CALL_TIMEOUT_S), spec.train.batch_size)

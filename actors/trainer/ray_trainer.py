@@ -15,9 +15,10 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.failure_handling import FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from eagleray.actors.trainer.controller_parts import Controller, FixedCluster, free_places
+from eagleray.actors.trainer.controller_parts import Controller, free_places
 from eagleray.platform.errors import RunFailedError
 
 _ABORT_S = 3.0
@@ -34,7 +35,7 @@ class EndableTrainer(DataParallelTrainer):
 
     Args:
         failure_policy: When a run is given up.
-        is_fixed: No node can come or go, so nobody need be asked for more or watch for fewer.
+        scaling_policy: How many workers it has.
         **arguments: DataParallelTrainer's.
     """
 
@@ -42,11 +43,11 @@ class EndableTrainer(DataParallelTrainer):
         self,
         *args: Any,
         failure_policy: FailurePolicy,
-        is_fixed: bool = False,
+        scaling_policy: ScalingPolicy,
         **arguments: Any,
     ) -> None:
         super().__init__(*args, **arguments)
-        self._failure_policy, self._is_fixed = failure_policy, is_fixed
+        self._failure_policy, self._scaling_policy = failure_policy, scaling_policy
         self._lock = threading.Lock()
         self._controller: Any = None
         self._is_ended = False
@@ -70,15 +71,15 @@ class EndableTrainer(DataParallelTrainer):
         """As Ray Train's, without its handler of Ctrl-C."""
         variables = get_env_vars_to_propagate()
         arguments["failure_policy"] = self._failure_policy
+        arguments["scaling_policy"] = self._scaling_policy
         # We read no Ray datasets, and free the places ourselves.
         arguments["callbacks"] = [
             each
             for each in arguments["callbacks"]
             if not isinstance(each, DatasetsCallback | PlacementGroupCleanerCallback)
         ]
-        if self._is_fixed:
-            arguments["scaling_policy"] = FixedCluster(self.scaling_config)  # type: ignore[arg-type]
-            variables[_WATCHER_VARIABLE] = "0"
+        # The scaling policy looks for them itself, and does not wait until the node is gone.
+        variables[_WATCHER_VARIABLE] = "0"
         here = ray.get_runtime_context().get_node_id()
         controllers = ray.remote(Controller).options(
             name=f"controller:{self.run_config.name}",

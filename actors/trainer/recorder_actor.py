@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from eagleray.actors.nodes import beside_this_process
 from eagleray.actors.rpc import call
 from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.recorder import RunRecorder, WorkerInfo
@@ -34,7 +35,7 @@ def create_recorder(storage: Storage, run_id: str) -> Any:
     """Start the recorder of a run; it ends with its creator."""
     options: dict[str, Any] = {
         "name": f"recorder:{run_id}", "num_cpus": 0, "max_restarts": -1,
-        "max_task_retries": _TASK_RETRIES,
+        "max_task_retries": _TASK_RETRIES, "scheduling_strategy": beside_this_process(),
     }  # fmt: skip
     return ray.remote(_RecorderActor).options(**options).remote(storage, run_id)
 

@@ -24,11 +24,11 @@ _BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enoug
 class _Bucket:
     """Parameters whose gradients travel as one flat buffer."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], num_votes: int = 0) -> None:
         self.parameters = parameters
         first = parameters[0]
         size = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(size + num_votes, dtype=first.dtype, device=first.device)
         self.views: list[torch.Tensor] = []
         offset = 0
         for parameter in parameters:
@@ -43,7 +43,8 @@ class GradientReducer:
 
     Use per optimizer step: `arm()` before the last micro-batch's backward, then `wait()`; the
     earlier micro-batches accumulate locally, so there is exactly one reduction per step. The last
-    bucket is sent by `wait()`: before it, no other rank can finish the step.
+    bucket is sent by `wait()`: before it, no other rank can finish the step. It carries one more
+    number, by which all ranks learn in the same step that one of them wishes something.
 
     Args:
         parameters: All trained parameters, in an order that is the same on every rank.
@@ -68,8 +69,9 @@ class GradientReducer:
         if world_size == 1:
             return
         # Backward reaches the last layers first: their bucket is complete, and on its way, first.
-        for group in _grouped(list(parameters)[::-1], bucket_bytes):
-            bucket = _Bucket(group)
+        groups = _grouped(list(parameters)[::-1], bucket_bytes)
+        for group in groups:
+            bucket = _Bucket(group, num_votes=int(group is groups[-1]))
             self._buckets.append(bucket)
             for parameter in group:
                 hook = self._hook(bucket)
@@ -100,13 +102,20 @@ class GradientReducer:
                     bucket.work.wait()
                 bucket.work = None
 
-    def wait(self) -> None:
+    def wait(self, *, vote: bool = False) -> bool:
         """Block until all gradients hold the average over the ranks.
+
+        Returns:
+            Whether any rank gave its vote; the same on all of them.
 
         Raises:
             PeerLostError: A peer is gone.
         """
         self._armed = False
+        if not self._buckets:
+            return vote
+        last = self._buckets[-1].flat
+        last[-1] = float(vote)
         # The last one, and what a parameter without gradient held up.
         while self._num_sent < len(self._buckets):
             self._send_next()
@@ -116,6 +125,7 @@ class GradientReducer:
             bucket.flat /= self._world_size
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
+        return bool(last[-1].item() > 0)
 
     def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]  # torch's own hook type
         def ready(_: nn.Parameter) -> None:

@@ -16,4 +16,4 @@ class RunActors:
     evictor: Any = None
     run_id: str = ""
     reading: Any = None
-    """A LoaderSpec, if there are no loaders: each worker reads for itself."""
+    """A LoaderSpec: where there are no loaders, each worker reads for itself."""

@@ -49,6 +49,7 @@ class End(Enum):
     """How a member's part in an attempt ended."""
 
     FINISHED = "all steps are done"
+    PAUSED = "all ranks have paused, with a snapshot of that step"
     INTERRUPTED = "a peer or an actor is gone"
     LOST = "the state that it was to go on from is gone"
     FAILED = "a failure that no retry can mend"
@@ -81,6 +82,26 @@ def local_ranks(places: Iterable[Place]) -> dict[int, int]:
         numbers[place.rank] = counts.get(place.node_id, 0)
         counts[place.node_id] = numbers[place.rank] + 1
     return numbers
+
+
+def taken_over(places: Mapping[int, Place], sitting: Mapping[int, str]) -> dict[int, int]:
+    """Who of those that sit takes which place.
+
+    Args:
+        places: Rank -> its place now.
+        sitting: Rank -> the node of the process that sat there.
+
+    Returns:
+        Rank -> the rank that its process had; without those for which there is none on the node.
+    """
+    kept = {rank: rank for rank, place in places.items() if sitting.get(rank) == place.node_id}
+    free = [rank for rank in sorted(sitting) if rank not in kept]
+    for rank in sorted(set(places) - set(kept)):
+        other = next((each for each in free if sitting[each] == places[rank].node_id), None)
+        if other is not None:
+            free.remove(other)
+            kept[rank] = other
+    return kept
 
 
 def bond_of(standings: Mapping[int, Standing | None]) -> Bond | None:

@@ -32,6 +32,8 @@ class StepResult:
     compute_s: float
     communication_s: float
     before_update_s: float
+    is_pause: bool = False
+    """Whether a rank wants all to pause after this step; the same on all of them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Stepper:
         world_size: Data-parallel ranks; the loss is the mean over the global batch.
         clock: Seconds.
 
-    `before_update` is called in each step when parameters and optimizer are about to change.
+    `before_update` is called in each step when parameters and optimizer are about to change,
+    `wants_pause` just before the ranks exchange their last gradients.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Stepper:
         self._feed = DeviceFeed(self._device)
         self._clock = clock
         self.before_update: Callable[[], None] = lambda: None
+        self.wants_pause: Callable[[], bool] = lambda: False
 
     def step(
         self,
@@ -118,7 +122,7 @@ class Stepper:
         by_sequence = torch.cat(losses).double().cpu().numpy() if wants_losses else None
         note(Losses(loss_sum, count, by_sequence))
         computed = self._clock()
-        self._reducer.wait()
+        is_pause = self._reducer.wait(vote=self.wants_pause())
         reduced = self._clock()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm).item()
         joining = self._clock()
@@ -135,7 +139,7 @@ class Stepper:
         ended = self._clock()
         compute_s = (computed - started) + (joining - reduced) + (ended - joined)
         return StepResult(
-            loss_sum, count, norm, lr, compute_s, reduced - computed, joined - joining
+            loss_sum, count, norm, lr, compute_s, reduced - computed, joined - joining, is_pause
         )
 
     def drop(self) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig
 from ray.train.backend import BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from eagleray.actors.cache.evictor_actor import create_evictor
@@ -27,8 +28,10 @@ from eagleray.actors.checkpoint.manifest import CheckpointFolder
 from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.data.mixing import mixture_for
+from eagleray.actors.nodes import alive_nodes
 from eagleray.actors.rpc import call
 from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
+from eagleray.actors.trainer.elastic import ElasticPolicy, Sizer
 from eagleray.actors.trainer.gang import GangOptions, create_gang
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
@@ -112,8 +115,9 @@ class Training:
     def start(self) -> None:
         """Let Ray Train start the workers."""
         if _is_fixed():
-            node = _nodes()[0]["NodeID"]
-            self._gang.expect.remote(self._spec, self._actors, node, self._config.train.num_workers)
+            node = alive_nodes()[0]["NodeID"]
+            wanted = self._config.train.worker_range[0]
+            self._gang.expect.remote(self._spec, self._actors, node, wanted)
         self._thread.start()
 
     def wait(self, on_progress: Callable[[Progress], None]) -> None:
@@ -210,22 +214,27 @@ class Training:
         resources = {"CPU": train.cpus_per_worker, "GPU": float(train.gpus_per_worker)}
         os.environ.update(_TRAIN_ENVIRONMENT)
         failures = FailureConfig(max_failures=train.max_failures)
+        name = f"{self._run_id}-{int(time.time())}"
+        scaling = ScalingConfig(
+            num_workers=train.world_sizes[-1],
+            use_gpu=bool(train.gpus_per_worker),
+            resources_per_worker={what: n for what, n in resources.items() if n},
+        )
+        sizer = Sizer(train.world_sizes, train.resize_after_s)
         waits = self._config.cluster.place_timeout_s / float(_START_TIMEOUT_S)
         return EndableTrainer(
             # Not by `train_loop_config`: the controller would load it, and with it torch.
             functools.partial(train_worker, self._spec, self._actors, self._gang),
-            is_fixed=_is_fixed(),
+            scaling_policy=ElasticPolicy(
+                scaling, sizer, name, self._gang, has_autoscaler=not _is_fixed()
+            ),
             failure_policy=Patience(failures, max(1, math.ceil(waits))),
             # The processes that train meet by themselves.
             backend_config=BackendConfig(),
-            scaling_config=ScalingConfig(
-                num_workers=train.num_workers,
-                use_gpu=bool(train.gpus_per_worker),
-                resources_per_worker={name: n for name, n in resources.items() if n},
-            ),
+            scaling_config=scaling,
             run_config=RunConfig(
                 # Our own store keeps checkpoints; Ray Train's folder holds only its bookkeeping.
-                name=f"{self._run_id}-{int(time.time())}",
+                name=name,
                 storage_path=str(self._storage.path("runs", self._run_id, "ray")),
                 failure_config=failures,
                 # Train's callbacks are not the Tune callbacks that the annotation names.
@@ -277,7 +286,7 @@ def _create_actors(
         redis_url=redis_url,
         evictor=evictor,
     )
-    nodes, count = [node["NodeID"] for node in _nodes()], config.data.loaders
+    nodes, count = [node["NodeID"] for node in alive_nodes()], config.data.loaders
     return RunActors(
         create_recorder(storage, run_id),
         create_store(storage, run_id, config.train.checkpoint),
@@ -290,18 +299,13 @@ def _create_actors(
         },
         create_evictor(cache, redis_url, name=evictor) if cache and redis_url else None,
         run_id,
-        None if count else spec,
+        spec,
     )
-
-
-def _nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node for node in nodes if node["Alive"]]
 
 
 def _is_fixed() -> bool:
     """Whether the cluster is one machine on its loopback: no node can come or go."""
-    return {node["NodeManagerAddress"] for node in _nodes()} == {HOST}
+    return {node["NodeManagerAddress"] for node in alive_nodes()} == {HOST}
 
 
 def _last_line(error: Any) -> str:

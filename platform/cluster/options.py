@@ -18,6 +18,11 @@ TRAIN_VARIABLES = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
 }
+# A node whose raylet was killed is missed after 3 s instead of 15 s.
+HEALTH_VARIABLES = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "6",
+}
 # Ray replaces 127.0.0.1 by the machine's outer address, and binds to all interfaces then, unless it
 # believes to be on a system where clusters have one node only. The variable's name misleads:
 # ray/_private/services.py, get_node_ip_address.
@@ -135,6 +140,7 @@ def start_environment(
         **_QUIET_VARIABLES,
         **STOP_VARIABLES,
         **TRAIN_VARIABLES,
+        **HEALTH_VARIABLES,
         **LOOPBACK_VARIABLES,
         "PATH": os.pathsep.join([scripts, kept.get("PATH", os.defpath)]),
         "RAY_AUTH_MODE": "token",

@@ -121,6 +121,7 @@ class ScheduleConfig(Section):
 
 
 _MIN_BYTES_PER_S = 1_000
+NumWorkers = Annotated[int, Field(ge=1, le=4096)]
 
 
 class CheckpointConfig(Section):
@@ -168,7 +169,11 @@ class TrainEvalConfig(Section):
 class TrainConfig(Section):
     """One training run."""
 
-    num_workers: int = Field(default=1, ge=1, le=4096)
+    num_workers: NumWorkers | tuple[NumWorkers, NumWorkers] = 1
+    """[min, max]: as many as find a place, among those that divide the batch; more or fewer when
+    nodes come or go. Training goes on meanwhile, and no sample is missed or doubled."""
+    resize_after_s: Seconds = 10.0
+    """How long there must have been room for more workers before they are started."""
     device: Literal["cpu", "cuda"] = "cpu"
     cpus_per_worker: float = Field(default=1.0, gt=0)
     threads_per_worker: int = Field(default=1, ge=1)
@@ -202,12 +207,39 @@ class TrainConfig(Section):
         """What a worker asks of the cluster besides CPUs."""
         return int(self.device == "cuda")
 
+    @property
+    def world_sizes(self) -> list[int]:
+        """Numbers of workers that may train: each divides the batch. Ascending."""
+        least, most = self.worker_range
+        return [n for n in range(least, most + 1) if self.batch_size % n == 0]
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """Fewest and most workers."""
+        n = self.num_workers
+        return n if isinstance(n, tuple) else (n, n)
+
+    @field_validator("num_workers", mode="wrap")
+    @classmethod
+    def _number(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            found = check(value)
+        except ValidationError:  # one problem, not one for each kind that it could have been
+            raise ValueError(
+                "must be a number of workers from 1 to 4096, or [min, max] of them"
+            ) from None
+        if isinstance(found, tuple) and found[0] > found[1]:
+            raise ValueError(f"[min, max] must ascend, but {found[0]} is above {found[1]}")
+        return found
+
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        if self.batch_size % self.num_workers:
-            raise ValueError(
-                f"batch_size {self.batch_size} must be a multiple of num_workers {self.num_workers}"
-            )
+        # The ends are what a user counts on; sizes between them that do not divide are passed over.
+        for count in dict.fromkeys(self.worker_range):
+            if self.batch_size % count:
+                raise ValueError(
+                    f"batch_size {self.batch_size} must be a multiple of num_workers {count}"
+                )
         if (self.schedule.warmup_steps or 0) > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} must not exceed "

@@ -152,7 +152,10 @@ def read_history(state: RunState, rows: tuple[Row, ...], events: list[dict[str, 
     last_s = max([state.updated_s, *(e["time_s"] for e in timed), *(r.time_s for r in rows)])
     attempts = _attempts(state, rows, timed, checkpoints, last_s)
     clock = Clock(state.created_s, _pauses(attempts))
-    known = ("attempt", "start", "recovery", "checkpoint", "fault", "trial", "value", "trial_end")
+    known = (
+        "attempt", "start", "recovery", "resize", "resized", "checkpoint", "fault", "trial",
+        "value", "trial_end",
+    )  # fmt: skip
     notes = tuple(
         Note(e["time_s"], str(e["event"]), _details(e)) for e in timed if e["event"] not in known
     )
@@ -180,10 +183,14 @@ def _attempts(
         start = int(next(started, guessed))
         ends = [e for e in events if start_s <= e["time_s"] < until]
         fault = next((e for e in ends if e["event"] in ("fault", "fatal", "state_lost")), None)
+        resize = next((e for e in ends if e["event"] == "resize"), None)
         signs = [e["time_s"] for e in ends] + [r.time_s for r in own if r.time_s < until]
         if fault is not None:
             what = str(fault.get("message") or fault.get("what") or "")
             end, ended_s = f"{fault['event']}: {what}", float(fault["time_s"])
+        elif resize is not None:
+            end = f"resized: {resize.get('from')} -> {resize.get('to')} workers"
+            ended_s = float(resize["time_s"])
         elif until == math.inf:
             end, ended_s = _END_BY_STATUS[state.status], max([*signs, start_s])
             if not state.status.is_terminal:

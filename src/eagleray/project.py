@@ -309,7 +309,7 @@ class Project:
                 on_progress(run_id, progress)
 
         need = Demand(
-            train.num_workers, train.cpus_per_worker, train.gpus_per_worker, "training worker"
+            train.worker_range[0], train.cpus_per_worker, train.gpus_per_worker, "training worker"
         )
         with ExitStack() as stack:
             stack.enter_context(self.runs.claim(run_id))

@@ -177,3 +177,16 @@ def test_what_faults_cost_never_adds_up_to_more_than_there_was(
     assert 0 <= sum(f.lost_s or 0 for f in history.faults) <= now
     assert len(history.kept) + len(history.redone) == len(rows)
     assert all(f.steps_redone >= 0 for f in history.faults)
+
+
+def test_a_resize_ends_an_attempt_by_name_and_is_no_fault() -> None:
+    resize = event("resize", 25, **{"from": 2, "to": 4, "message": "moved"})
+    history = life(
+        [row(1, 5, 10), row(1, 10, 20), row(2, 15, 30)],
+        [attempt(1, 1), resize, attempt(2, 26, 4), event("start", 27, attempt=2, step=12)],
+    )
+    assert history.attempts[0].end == "resized: 2 -> 4 workers"
+    assert (history.attempts[0].ended_s, history.attempts[1].start_step) == (25, 12)
+    assert history.faults == ()
+    assert history.notes == ()
+    assert [r.step for r in history.kept] == [5, 10, 15]

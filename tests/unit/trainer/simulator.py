@@ -24,7 +24,7 @@ from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.data.order import mixed_batch_ids
 from eagleray.actors.trainer.collectives import Collectives, PeerLostError
 from eagleray.actors.trainer.journal import StepJournal
-from eagleray.actors.trainer.loop import RankTrainer, StateLostError
+from eagleray.actors.trainer.loop import PausedError, RankTrainer, StateLostError
 from eagleray.actors.trainer.seams import LoopSpec, Seat, Standing
 from eagleray.actors.trainer.seating import bond_of
 from eagleray.actors.trainer.step_row import StepRow
@@ -35,6 +35,7 @@ from eagleray.platform.storage import Storage
 SIZES = (60, 40)
 _SEED = 3
 _JOURNAL_ROWS = 64
+_LEFT = int | PeerLostError | PausedError | StateLostError | ServiceError
 
 
 class Killed(BaseException):
@@ -238,8 +239,16 @@ class Run:
     world_size: int
     store_loss: float = 0.0
     """Chance that the checkpoint store dies between two attempts."""
+    pause_rate: float = 0.0
+    """Chance of each step of a rank that it wishes a pause."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of ranks; one of them is drawn after each pause."""
     rows: dict[int, StepRow] = field(default_factory=dict)
     attempts: int = 0
+    starts: dict[int, int] = field(default_factory=dict)
+    """Attempt -> the step after which it went on."""
+    pauses: list[tuple[int, int]] = field(default_factory=list)
+    """Attempts that all ranks have left at a pause, and after which step."""
 
     def train(self) -> Checkpoint:
         """Attempt after attempt, until all steps are done; the final state."""
@@ -252,12 +261,20 @@ class Run:
             results = self._attempt(ranks, inherited, store)
             if all(isinstance(result, int) for result in results.values()):
                 break
+            if all(isinstance(result, PausedError) for result in results.values()):
+                standing = ranks[0].trainer.standing
+                assert standing is not None
+                self.pauses.append((self.attempts, standing.applied))
+                before, self.world_size = self.world_size, self._size()
+                if self.world_size != before:
+                    ranks, inherited = self._resized(ranks), {}
+                    continue
             is_lost = any(isinstance(result, StateLostError) for result in results.values())
             for rank, result in results.items():
                 if isinstance(result, Killed):
                     inherited.setdefault(rank, []).insert(0, ranks[rank].journal)
                     ranks[rank] = self._born()
-                elif isinstance(result, int | PeerLostError | StateLostError | ServiceError):
+                elif isinstance(result, _LEFT):
                     trainer = ranks[rank].trainer
                     ranks[rank].standing = None if is_lost else trainer.standing
                     ranks[rank].is_noted = not is_lost and trainer.is_noted
@@ -297,6 +314,7 @@ class Run:
                     each.journal,
                     inherited.get(rank, ()),
                     peers=SimulatedCollectives(seat, self.schedule, board),
+                    wants_pause=lambda: self.schedule.draw.random() < self.pause_rate,
                 )
 
             return live
@@ -307,9 +325,24 @@ class Run:
                 ranks[rank].trainer.drop()
         return results
 
+    def _size(self) -> int:
+        return self.schedule.draw.choice(self.sizes or (self.world_size,))
+
+    def _resized(self, ranks: dict[int, Rank]) -> dict[int, Rank]:
+        """Another number of ranks; who stays knows nothing that counts there."""
+        stay = {
+            rank: Rank(each.trainer, self._journal())
+            for rank, each in ranks.items()
+            if rank < self.world_size
+        }
+        fresh = {rank: self._born() for rank in range(self.world_size) if rank not in stay}
+        return stay | fresh
+
     def _born(self) -> Rank:
-        batch = self.spec.train.batch_size // self.world_size
-        return Rank(RankTrainer(self.spec), StepJournal.create(_JOURNAL_ROWS, batch))
+        return Rank(RankTrainer(self.spec), self._journal())
+
+    def _journal(self) -> StepJournal:
+        return StepJournal.create(_JOURNAL_ROWS, self.spec.train.batch_size // self.world_size)
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(self.storage, "run", CheckpointConfig(keep=2))
@@ -357,7 +390,7 @@ class _Reporter:
         assert attempt == self.run.attempts
 
     def started(self, attempt: int, step: int) -> None:
-        """Nobody asks."""
+        self.run.starts[attempt] = step
 
     def report(self, row: StepRow) -> str | None:
         self.run.schedule.point(self.rank)

@@ -17,7 +17,10 @@ class Sent:
 
 
 class Peers(Collectives):
-    """One more rank, whose gradients are three times ours; notes sizes of what was sent."""
+    """One more rank, whose gradients are three times ours; notes sizes of what was sent.
+
+    What is sent last bears one more number, the vote.
+    """
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(Seat(0, WORLD_SIZE))
@@ -51,7 +54,7 @@ def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: l
     # Nobody can finish the step before this rank says so.
     assert sent == [1, 2]
     reducer.wait()
-    assert sent == [1, 2, 3]
+    assert sent == [1, 2, 3 + 1]
     for parameter in trained:
         assert parameter.grad is not None
         # Ours is 2p, the other's 6p.
@@ -65,7 +68,7 @@ def test_a_parameter_without_gradient_changes_no_order(sent: list[int]) -> None:
     (trained[0].sum() + trained[1].sum()).backward()
     assert sent == []
     reducer.wait()
-    assert sent == [1, 2, 3]
+    assert sent == [1, 2, 3 + 1]
     assert trained[2].grad is not None
     assert trained[2].grad.tolist() == [0.0]
     assert trained[0].grad is not None
@@ -92,6 +95,36 @@ def test_a_weight_that_is_used_twice_is_sent_when_both_gradients_are_in(sent: li
     reducer.arm()
     (weight.sum() + (2 * weight).sum()).backward()
     reducer.wait()
-    assert sent == [3]
+    assert sent == [3 + 1]
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0] * 3
+
+
+def test_a_vote_of_any_rank_is_known_to_all_and_touches_no_gradient(sent: list[int]) -> None:
+    class Silent(Peers):
+        """One more rank, which brings nothing."""
+
+        def begin_sum(self, flat: torch.Tensor) -> Sent:
+            return Sent()
+
+    class Voting(Peers):
+        """One more rank, which votes."""
+
+        def begin_sum(self, flat: torch.Tensor) -> Sent:
+            flat[-1] += 1
+            return Sent()
+
+    for peers, own, found in ((Silent, 0, 0), (Silent, 1, 1), (Voting, 0, 1), (Voting, 1, 1)):
+        trained = parameters()
+        reducer = GradientReducer(trained, WORLD_SIZE, peers(sent))
+        reducer.arm()
+        sum((p.sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        assert reducer.wait(vote=bool(own)) == bool(found)
+        # Averaged over two ranks, one of which brought nothing.
+        assert all(p.grad is not None and set(p.grad.tolist()) == {0.5} for p in trained)
+
+
+def test_a_rank_that_is_alone_decides_for_itself() -> None:
+    reducer = GradientReducer(parameters(), 1)
+    assert reducer.wait(vote=True)
+    assert not reducer.wait(vote=False)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagleray.actors.trainer.seams import Bond, Standing
-from eagleray.actors.trainer.seating import Place, bond_of, laggards, local_ranks
+from eagleray.actors.trainer.seating import Place, bond_of, laggards, local_ranks, taken_over
 
 
 def test_survivors_of_the_same_step_give_their_state_to_the_newcomer() -> None:
@@ -74,3 +74,30 @@ def test_those_that_noted_the_fewest_steps_hold_the_others_up(
     newest: dict[int, int], behind: list[int]
 ) -> None:
     assert laggards(newest) == behind
+
+
+def test_whoever_stays_on_a_node_keeps_its_rank_or_takes_another_there() -> None:
+    places = {0: Place(0, "b"), 1: Place(1, "a"), 2: Place(2, "c")}
+    assert taken_over(places, {0: "a", 1: "b"}) == {0: 1, 1: 0}
+    assert taken_over({0: Place(0, "b")}, {0: "a", 1: "b"}) == {0: 1}
+    assert taken_over(places, {}) == {}
+
+
+@given(
+    st.dictionaries(st.integers(0, 5), st.sampled_from("abc"), min_size=1),
+    st.dictionaries(st.integers(0, 5), st.sampled_from("abc")),
+)
+def test_nobody_sits_at_two_places_or_on_a_node_that_is_not_its_own(
+    nodes: dict[int, str], sitting: dict[int, str]
+) -> None:
+    places = {rank: Place(rank, node) for rank, node in nodes.items()}
+    chosen = taken_over(places, sitting)
+    assert len(set(chosen.values())) == len(chosen)
+    for rank, before in chosen.items():
+        assert sitting[before] == nodes[rank]
+        # Who could stay where it is does.
+        assert before == rank or sitting.get(rank) != nodes[rank]
+    for node in "abc":
+        wanted = sum(place == node for place in nodes.values())
+        there = sum(place == node for place in sitting.values())
+        assert sum(nodes[rank] == node for rank in chosen) == min(wanted, there)

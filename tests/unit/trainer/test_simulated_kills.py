@@ -4,11 +4,12 @@ SCHEDULES=1000 pytest tests/unit/trainer/test_simulated_kills.py tries more of t
 """
 
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,11 +76,29 @@ def spec() -> LoopSpec:
     return LoopSpec(train, MODEL, 4, MixerSpec(mixture, ("a", "b"), SIZES))
 
 
-def trained(folder: Path, seed: int, kills: int, store_loss: float = 0.0) -> tuple[Run, Checkpoint]:
+def trained(
+    folder: Path,
+    seed: int,
+    kills: int,
+    store_loss: float = 0.0,
+    pause_rate: float = 0.0,
+    sizes: tuple[int, ...] = (),
+) -> tuple[Run, Checkpoint]:
     schedule = Schedule(seed, kill_rate=0.01, max_kills=kills)
     SimulatedSnapshotter.draw = schedule.draw
-    run = Run(spec(), Storage(folder), schedule, WORLD_SIZE, store_loss)
+    run = Run(spec(), Storage(folder), schedule, WORLD_SIZE, store_loss, pause_rate, sizes)
     return run, run.train()
+
+
+@contextmanager
+def scheduled(seed: int, kills: int, **options: Any) -> Iterator[tuple[Run, Checkpoint]]:
+    """A run by a seed, which is named if something is wrong with it."""
+    # Memory, as each run syncs its files some hundred times.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        try:
+            yield trained(Path(folder), seed, kills, **options)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 def assert_same(run: Run, found: Checkpoint, undisturbed: tuple[Run, Checkpoint]) -> None:
@@ -90,12 +109,17 @@ def assert_same(run: Run, found: Checkpoint, undisturbed: tuple[Run, Checkpoint]
             assert np.array_equal(array, found.arrays[name]), name
     assert found.meta["mixer"] == whole.meta["mixer"]
     assert found.meta["eval_loss"] == whole.meta["eval_loss"]
-    log = SampleLog(run.storage, "run").chain(found.samples)
-    result = audit(log, SIZES)
-    assert (result.steps, result.samples, result.is_exact) == (STEPS, STEPS * 6, True)
+    assert_exact(run, found)
     # Figures that a death fell into may span less; the last ones are never in doubt.
     last, whole_last = run.rows[STEPS], whole_run.rows[STEPS]
     assert (last.grad_norm, last.eval_loss) == (whole_last.grad_norm, whole_last.eval_loss)
+
+
+def assert_exact(run: Run, found: Checkpoint) -> None:
+    """Each sample exactly once."""
+    log = SampleLog(run.storage, "run").chain(found.samples)
+    result = audit(log, SIZES)
+    assert (result.steps, result.samples, result.is_exact) == (STEPS, STEPS * 6, True)
 
 
 @pytest.fixture(scope="module")
@@ -107,20 +131,39 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Checkpoi
 
 @pytest.mark.no_cover
 @pytest.mark.timeout(60 + 5 * SCHEDULES)
-def test_all_schedules_of_kills_end_with_the_same_bits(
+def test_all_schedules_of_kills_and_pauses_end_with_the_same_bits(
     undisturbed: tuple[Run, Checkpoint],
 ) -> None:
     torch.manual_seed(0)
-    kills = attempts = 0
-    # Memory, as each run syncs its files some hundred times.
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for seed in range(1, SCHEDULES + 1):
-            run, found = trained(Path(folder, str(seed)), seed, 4, store_loss=0.1 * (seed % 3))
-            try:
-                assert_same(run, found, undisturbed)
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}: {error}") from error
-            shutil.rmtree(Path(folder, str(seed)))
-            kills, attempts = kills + run.schedule.kills, attempts + run.attempts
+    kills = attempts = pauses = 0
+    for seed in range(1, SCHEDULES + 1):
+        rate = 0.05 * (seed % 2)
+        with scheduled(seed, 4, store_loss=0.1 * (seed % 3), pause_rate=rate) as (run, found):
+            assert_same(run, found, undisturbed)
+        kills, attempts = kills + run.schedule.kills, attempts + run.attempts
+        pauses += len(run.pauses)
     assert kills > 2 * SCHEDULES
     assert attempts > 2 * SCHEDULES
+    assert pauses > SCHEDULES // 4
+
+
+@pytest.mark.no_cover
+@pytest.mark.timeout(60 + 5 * SCHEDULES)
+def test_all_schedules_of_resizes_and_kills_see_each_sample_once_and_come_to_the_same_loss(
+    undisturbed: tuple[Run, Checkpoint],
+) -> None:
+    torch.manual_seed(0)
+    resizes = 0
+    for seed in range(1, SCHEDULES + 1):
+        kills = 2 * (seed % 2)
+        with scheduled(seed, kills, pause_rate=0.1, sizes=(1, 2, 3, 6)) as (run, found):
+            assert_exact(run, found)
+            # The sums over ranks round otherwise, and Adam makes the most of it.
+            assert found.meta["eval_loss"] == pytest.approx(
+                undisturbed[1].meta["eval_loss"], rel=2e-3
+            )
+            # Nothing that was trained before a pause is lost.
+            for attempt, step in run.pauses if not kills else ():
+                assert run.starts[attempt + 1] == step
+        resizes += len(run.pauses)
+    assert resizes > SCHEDULES // 2
