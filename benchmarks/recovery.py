@@ -124,7 +124,7 @@ _PARTS: dict[str, Callable[[Recovery], float]] = {
 
 def _ours(folder: Path, kills: int) -> tuple[list[Recovery], list[Figure]]:
     """Ours, by the product's own injector."""
-    _write_project(folder)
+    write_project(folder)
     project = Project.load(folder)
     recoveries: list[Recovery] = []
     figures: list[Figure] = []
@@ -210,7 +210,8 @@ class _Striker:
             self._ready_at, self._seen = float("inf"), progress.rows[-1].step + 2
 
 
-def _write_project(folder: Path) -> None:
+def write_project(folder: Path) -> None:
+    """A project that trains the decoder on made-up text."""
     words = " ".join(f"word{number % 97}" for number in range(400))
     lines = [json.dumps({"text": f"{words} {number}"}) + "\n" for number in range(200)]
     (folder / "text.jsonl").write_text("".join(lines))
