@@ -1,6 +1,6 @@
 """Seconds from the death of a training process to the next optimizer step, beside peers.
 
-    python -m benchmarks.recovery [--quick] [--json FILE] [--only eagleray torchrun ray]
+    python -m benchmarks.recovery [--quick] [--json FILE] [--only eagleray torchrun ray torchft]
 
 Two ranks on this machine train a decoder of 1.6 million parameters; one of them is killed by
 SIGKILL, again and again: 10 times, with --quick 3. Each way runs by itself, with nothing beside it.
@@ -13,8 +13,12 @@ Before each kill it has trained for 12 seconds since the last recovery.
     stopped    eagleray: a rank gets SIGSTOP
 
 Peers: torchrun (restarts all, with a store of their own), Ray Train (restarts all; its health check
-is tightened to 0.2 s). Each writes a checkpoint every 10 steps.
-Fifteen minutes; with --quick five.
+is tightened to 0.2 s); each writes a checkpoint every 10 steps. torchft 0.2 (goes on with the
+survivor, heartbeat 1 s; a replica that died is started again at once), if it is there:
+`pip install --target FOLDER --no-deps torchft opentelemetry-exporter-otlp-proto-http
+opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-common
+opentelemetry-exporter-http-transport opentelemetry-proto`, and --peers FOLDER.
+Twenty minutes; with --quick seven.
 """
 
 import argparse
@@ -26,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,15 +40,16 @@ from typing import Any
 import psutil
 from benchmarks.leftovers import end_family
 from benchmarks.record import Figure, console, run
-from benchmarks.recovery_peers import BATCH, EVERY, MODEL, SEQ_LEN
+from benchmarks.recovery_peers import BATCH, EVERY, LIGHTHOUSE, MODEL, SEQ_LEN
 
 from eagleray.actors.chaos import ChaosPlan, Injector
 from eagleray.project import Project
 
 _SETTLE_S = 12.0
 _LIMIT_S = 150.0
+_START_S = 60.0
 _GOAL_S = 3.0
-_WAYS = ("eagleray", "torchrun", "ray")
+_WAYS = ("eagleray", "torchrun", "ray", "torchft")
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,10 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
                 figures += more
             else:
                 with _skipped(way):
-                    found[way] = _peer(way, Path(folder), kills)
+                    found[way] = _peer(way, Path(folder), kills, arguments.peers)
+        if recoveries := found.get(way):
+            medians = ", ".join(f"{n} {_median(recoveries, p):.2f} s" for n, p in _PARTS.items())
+            console.print(f"{way}: {len(recoveries)} kills, {medians}", style="dim")
     ours = found.get("eagleray", [])
     for way, recoveries in found.items():
         if way == "eagleray" or not recoveries or not ours:
@@ -124,7 +133,7 @@ _PARTS: dict[str, Callable[[Recovery], float]] = {
 
 def _ours(folder: Path, kills: int) -> tuple[list[Recovery], list[Figure]]:
     """Ours, by the product's own injector."""
-    _write_project(folder)
+    write_project(folder)
     project = Project.load(folder)
     recoveries: list[Recovery] = []
     figures: list[Figure] = []
@@ -210,7 +219,8 @@ class _Striker:
             self._ready_at, self._seen = float("inf"), progress.rows[-1].step + 2
 
 
-def _write_project(folder: Path) -> None:
+def write_project(folder: Path) -> None:
+    """A project that trains the decoder on made-up text."""
     words = " ".join(f"word{number % 97}" for number in range(400))
     lines = [json.dumps({"text": f"{words} {number}"}) + "\n" for number in range(200)]
     (folder / "text.jsonl").write_text("".join(lines))
@@ -239,10 +249,10 @@ train:
     )
 
 
-def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
+def _peer(way: str, folder: Path, kills: int, installed: Path | None) -> list[Recovery]:
     """A peer, killed as often."""
     recoveries: list[Recovery] = []
-    with _running(way, folder), _told(way, recoveries):
+    with _running(way, folder, installed), _told(way, recoveries):
         for _ in range(kills):
             _wait(folder, lambda steps: {step.rank for step in steps} == {0, 1})
             time.sleep(_SETTLE_S)
@@ -271,35 +281,64 @@ def _peer(way: str, folder: Path, kills: int) -> list[Recovery]:
 
 
 @contextlib.contextmanager
-def _running(way: str, folder: Path) -> Iterator[None]:
+def _running(way: str, folder: Path, installed: Path | None) -> Iterator[None]:
     """A peer at work."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Else its restarts may meet the addresses of the dead, and are burnt (pytorch #167288).
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if installed is not None:
+        # Behind our own, so that peers run on the packages that we run on.
+        paths = [os.environ.get("PYTHONPATH", ""), str(installed.resolve())]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     module = ["-m", "benchmarks.recovery_peers", way, str(folder)]
-    processes: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(*command: str) -> subprocess.Popen[bytes]:
-        with (folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, *command], env=environment, stdout=log, stderr=log
-            )
-        processes.append(process)
-        return process
+        def start(*command: str, restarts: bool = False) -> None:
+            kept = _Supervised([sys.executable, *command], environment, folder / "log", restarts)
+            stack.callback(kept.end)
 
-    if way == "torchrun":
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        start(*launcher, "--max-restarts", "1000", *module)
-    else:
-        start(*module)
-    try:
+        if way == "torchrun":
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            start(*launcher, "--max-restarts", "1000", *module)
+        elif way == "torchft":
+            start("-m", "benchmarks.recovery_peers", "lighthouse", str(folder))
+            _wait_for(folder / LIGHTHOUSE, folder)
+            for rank in (0, 1):
+                start(*module, str(rank), restarts=True)
+        else:
+            start(*module)
         yield
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                end_family(process.pid)
-            process.kill()
-            process.wait()
+
+
+class _Supervised:
+    """A process of a peer; started again whenever it ends, if `restarts`."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], log: Path, restarts: bool
+    ) -> None:
+        self._command, self._environment, self._log = command, environment, log
+        self._is_over = not restarts
+        self._process = self._started()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End it, and what it started."""
+        self._is_over = True
+        with contextlib.suppress(psutil.NoSuchProcess):
+            end_family(self._process.pid)
+        self._process.kill()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        self._process.wait()
+        while not self._is_over:
+            self._process = self._started()
+            self._process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
 
 @contextlib.contextmanager
@@ -320,8 +359,20 @@ def _wait(folder: Path, condition: Callable[[list[Step]], bool]) -> list[Step]:
         if condition(steps):
             return steps
         time.sleep(0.02)
+    raise TimeoutError(f"not back within {_LIMIT_S:g} s; last words: {_last_words(folder)}")
+
+
+def _wait_for(path: Path, folder: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not there within {_START_S:g} s; {_last_words(folder)}")
+        time.sleep(0.1)
+
+
+def _last_words(folder: Path) -> str:
     log = (folder / "log").read_text(errors="replace").splitlines()
-    raise TimeoutError(f"not back within {_LIMIT_S:g} s; last words: {log[-1] if log else ''}")
+    return log[-1] if log else ""
 
 
 def _steps(folder: Path) -> list[Step]:
@@ -355,6 +406,7 @@ def _skipped(name: str) -> Iterator[None]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=_WAYS, default=list(_WAYS))
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where pip put torchft")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""The training loop of benchmarks.recovery, as torchrun and Ray Train have it.
+"""The training loop of benchmarks.recovery, as torchrun, Ray Train and torchft have it.
 
     python -m benchmarks.recovery_peers torchrun FOLDER     under torch.distributed.run
     python -m benchmarks.recovery_peers ray FOLDER          starts a Ray cluster of its own
+    python -m benchmarks.recovery_peers lighthouse FOLDER   torchft's; its address in FOLDER
+    python -m benchmarks.recovery_peers torchft FOLDER RANK
 
 Each rank adds a line to FOLDER/steps after each optimizer step: time, step, rank, pid. A checkpoint
-is written every 10 steps, as their documentation has it.
+is written every 10 steps, as their documentation has it; torchft's survivor needs none.
 """
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ MODEL = DecoderConfig(
 )  # fmt: skip
 SEQ_LEN, BATCH, WORLD_SIZE, EVERY = 64, 16, 2, 10
 MAX_STEPS = 1_000_000
+LIGHTHOUSE = "lighthouse"
 
 
 class Parts:
@@ -42,7 +47,7 @@ class Parts:
 
     def begin(self, path: Path | None) -> int:
         """Make the optimizer, and go on from a checkpoint, if there is one; its step."""
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         if path is None or not path.exists():
             return 0
         state = torch.load(path, weights_only=True)
@@ -132,6 +137,67 @@ def with_ray(folder: Path) -> None:
     ).fit()
 
 
+def with_torchft(folder: Path, rank: int) -> None:
+    """One replica group of one process; the other goes on alone while it is gone."""
+    import torchft
+
+    lighthouse = (folder / LIGHTHOUSE).read_text()
+
+    class Replicated(torchft.DistributedDataParallel):  # type: ignore[misc]
+        # That of torchft 0.2.0 ends the survivor by an assertion: where gloo tells of a dead peer
+        # as it is waited for, the future that its hook hands on has not been made.
+        @staticmethod
+        def _comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            state.allreduce(bucket.buffer()).wait()
+            done = torch.futures.Future[torch.Tensor]()
+            done.set_result(bucket.buffer())
+            return done
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = Parts(rank)
+    parts.begin(None)
+    plain, inner = parts.optimizer, parts.model
+
+    def load(state: dict[str, Any]) -> None:
+        inner.load_state_dict(state["model"])
+        plain.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": inner.state_dict(), "optimizer": plain.state_dict()},
+        min_replica_size=1, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
+        replica_id=f"replica_{rank}", lighthouse_addr=lighthouse,
+        timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    parts.model = Replicated(manager, inner)
+    parts.optimizer = torchft.Optimizer(manager, plain)
+    while (before := manager.current_step()) < MAX_STEPS:
+        parts.optimizer.zero_grad()
+        parts.loss(before).backward()
+        parts.optimizer.step()
+        # A step that met a death is not applied; one that took the state over is another one.
+        if manager.current_step() > before:
+            note(folder, manager.current_step() - 1, rank)
+
+
+def keep_lighthouse(folder: Path) -> None:
+    """Tell where it is, and stay."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50,
+        heartbeat_timeout_ms=1000,
+    )  # fmt: skip
+    (folder / "lighthouse.new").write_text(server.address())
+    (folder / "lighthouse.new").rename(folder / LIGHTHOUSE)
+    signal.pause()
+
+
 if __name__ == "__main__":
     way, place = sys.argv[1], Path(sys.argv[2])
-    {"torchrun": with_torchrun, "ray": with_ray}[way](place)
+    if way == "torchft":
+        with_torchft(place, int(sys.argv[3]))
+    else:
+        ways = {"torchrun": with_torchrun, "ray": with_ray, "lighthouse": keep_lighthouse}
+        ways[way](place)

@@ -14,7 +14,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from eagleray.actors.chaos.plan import ChaosPlan, Fault, Role
+from eagleray.actors.chaos.hang import hang
+from eagleray.actors.chaos.plan import ChaosPlan, Fault, Kind, Role
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.seating import Place
 
@@ -88,8 +89,7 @@ class Injector:
         if not found:
             return False
         node_id, pid = self._draw.choice(found)
-        number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
-        struck_s = _on(node_id, _signal, pid, int(number))
+        struck_s = _on(node_id, _STRIKES[fault.kind], pid)
         if not struck_s:
             return False
         logger.info("chaos: %s %s pid=%d step=%d", fault.kind, fault.role, pid, self._step)
@@ -131,13 +131,24 @@ def _on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     return 0.0
 
 
-def _signal(pid: int, number: int) -> float:
+def _kill(pid: int) -> float:
+    return _signal(pid, signal.SIGKILL)
+
+
+def _stop(pid: int) -> float:
+    return _signal(pid, signal.SIGSTOP)
+
+
+def _signal(pid: int, number: signal.Signals) -> float:
     """When it was sent, in seconds since the epoch; 0 if there is no such process."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         return 0.0
     return time.time()
+
+
+_STRIKES: dict[Kind, Callable[[int], float]] = {"kill": _kill, "stop": _stop, "hang": hang}
 
 
 def _where(_: Any) -> tuple[str, int]:

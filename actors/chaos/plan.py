@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from eagleray.platform.config.values import Seconds, Section
 from eagleray.platform.errors import UsageError
 
-Kind = Literal["kill", "stop"]
+Kind = Literal["kill", "stop", "hang"]
 Role = Literal["process", "worker", "gang", "store", "recorder", "loader", "evictor", "controller"]
 ROLES: tuple[Role, ...] = (
     "process", "worker", "gang", "store", "recorder", "loader", "evictor", "controller",
@@ -33,7 +33,7 @@ class Fault(Section):
     """One fault."""
 
     kind: Kind = "kill"
-    """kill: SIGKILL. stop: SIGSTOP, as a machine that hangs."""
+    """kill: SIGKILL. stop: SIGSTOP, as a machine that hangs. hang: its training thread alone."""
     role: Role = "process"
     """process: what trains a rank. worker: what holds its place in Ray Train."""
     rank: int | None = Field(default=None, ge=0)
@@ -42,9 +42,11 @@ class Fault(Section):
     """At the first figures at or after it."""
 
     @model_validator(mode="after")
-    def _has_ranks(self) -> Self:
+    def _fits_its_role(self) -> Self:
         if self.rank is not None and self.role not in _RANKED:
             raise ValueError(f"role {self.role} has no rank; {' and '.join(_RANKED)} have")
+        if self.kind == "hang" and self.role != "process":
+            raise ValueError(f"role {self.role} cannot hang; only role process can")
         return self
 
 
@@ -56,6 +58,12 @@ class Storm(Section):
     every_s: Seconds = Field(default=20.0, gt=0)
     """Between two faults on average; each wait is drawn between half and one and a half of it."""
     count: int = Field(default=10, ge=1, le=10_000)
+
+    @model_validator(mode="after")
+    def _fits_its_roles(self) -> Self:
+        for role in self.roles:
+            Fault(kind=self.kind, role=role)
+        return self
 
 
 class ChaosPlan(Section):

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CALL_S = 60.0
 _LOOK_S = 0.25
+STACKS = "stacks"
+"""Folder in a run's, for the stacks of processes that hang."""
 _GANG = "the answer of the run's gang"
 _STOPPED_S = 1.0
 """A process that is stopped for longer is taken for dead; a debugger's stops are, too."""
@@ -121,15 +123,23 @@ def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
             logger.error("process %d is stopped: killed, so that another can go on", watch.pid)
             _signal(watch.pid, signal.SIGKILL)
         elif state == "stuck":
-            _end_if_stuck(watch, gang, name, rank)
+            _end_if_stuck(watch, gang, name, rank, actors.recorder)
 
 
-def _end_if_stuck(watch: Watch, gang: Any, name: str, rank: int) -> None:
+def _end_if_stuck(watch: Watch, gang: Any, name: str, rank: int, recorder: Any) -> None:
     """Have the process write its stacks; kill it if it is the one that the others wait for."""
     logger.error("process %d has done no step in %g s", watch.pid, watch.step_timeout_s)
     _signal(watch.pid, signal.SIGUSR2)
     newest = watch.journal.newest() if watch.journal else 0
-    if call(gang.stuck, name, rank, newest, timeout_s=_CALL_S, what=_GANG):
+    is_awaited = call(gang.stuck, name, rank, newest, timeout_s=_CALL_S, what=_GANG)
+    what = "it hangs: killed, so that another can go on" if is_awaited else "it waits for another"
+    details = {
+        "rank": rank, "pid": watch.pid, "after_step": newest, "silent_s": watch.step_timeout_s,
+        "message": what, "stacks": f"{STACKS}/{watch.pid}.txt",
+    }  # fmt: skip
+    # Not waited for: it is killed whether the recorder is there or not.
+    recorder.call.remote("event", "hang", details)
+    if is_awaited:
         _signal(watch.pid, signal.SIGKILL)
 
 

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from eagleray.platform.report.facts import RunFacts
+from eagleray.platform.report.goodput import goodput
 from eagleray.platform.report.history import PARTS
 from eagleray.platform.report.trials import best_trial
 
@@ -37,6 +38,7 @@ class Summary:
     faults: int
     steps_redone: int
     lost_s: float
+    goodput: float | None
     checkpoints: int
     samples: int | None
     missing: int | None
@@ -77,6 +79,7 @@ def _training(facts: RunFacts) -> Summary:
     held_out = [row.eval_loss for row in rows if row.eval_loss is not None]
     totals = {part: sum(row.parts_s.get(part, 0.0) for row in rows) for part in PARTS}
     whole = sum(totals.values())
+    made = goodput(history)
     return Summary(
         run_id=state.run_id,
         kind=state.kind,
@@ -97,6 +100,7 @@ def _training(facts: RunFacts) -> Summary:
         faults=len(history.faults),
         steps_redone=sum(fault.steps_redone for fault in history.faults),
         lost_s=sum(fault.lost_s or 0.0 for fault in history.faults),
+        goodput=made.share if made else None,
         checkpoints=len(history.checkpoints),
         samples=audit.get("samples"),
         missing=audit.get("missing"),

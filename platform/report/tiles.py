@@ -54,6 +54,8 @@ def training_tiles(facts: RunFacts, summary: Summary) -> list[Tile]:
     if summary.mfu is not None:
         tiles.append(Tile("MFU", percent(summary.mfu), "of a matrix product"))
     tiles.append(Tile("Wall time", duration(summary.wall_s), _startup(summary)))
+    if summary.goodput is not None:
+        tiles.append(Tile("Goodput", percent(summary.goodput), "of wall time in steps that count"))
     if summary.num_parameters:
         tiles.append(Tile("Parameters", compact(summary.num_parameters), _shape(facts)))
     tiles.append(_faults(summary))

@@ -55,3 +55,28 @@ def test_processes_places_gang_and_loader_fail_in_one_run_and_the_bits_stay(
     assert parts[2][1] - 30 < parts[3][0] <= parts[2][1] + 2
     events = [event["event"] for event in project.runs.events(run.run_id)]
     assert events.count("recovery") == 2
+
+
+def test_a_rank_that_hangs_in_a_call_is_noticed_with_all_stacks_and_the_bits_stay(
+    make_project: MakeProject, undisturbed: TrainedRun
+) -> None:
+    timeout_s = 10
+    project = make_project(
+        "train.max_failures=3", "train.spares=1", f"train.step_timeout_s={timeout_s}"
+    )
+    run, injector = train(project, {"kind": "hang", "role": "process", "rank": 1, "step": 60})
+    assert_same(run, undisturbed)
+    [struck], events = injector.fired, project.runs.events(run.run_id)
+    hangs = {event["rank"]: event for event in events if event["event"] == "hang"}
+    assert hangs[1]["pid"] == struck.pid
+    assert hangs[1]["message"].startswith("it hangs: killed")
+    silent_s = hangs[1]["time_s"] - struck.time_s
+    assert timeout_s - 1 < silent_s < 3 * timeout_s
+    # All ranks' stacks; that of the one that hangs shows where.
+    assert set(hangs) == {0, 1}
+    folder = project.storage.path("runs", run.run_id)
+    stacks = {rank: (folder / hang["stacks"]).read_text() for rank, hang in hangs.items()}
+    assert all("actors/trainer/loop.py" in text for text in stacks.values())
+    [fault] = [event["ranks"] for event in events if event["event"] == "fault"]
+    # Both, if it hangs where it had only to wait for the other as well: then nobody can tell.
+    assert fault in ([1], [0, 1])

@@ -36,14 +36,15 @@ def run(
 ) -> None:
     """Train while a plan of faults is carried out; tell what each cost.
 
-    A plan has `faults`, each with kind (kill, stop), role (process, worker, gang, store, recorder,
-    loader, evictor, controller), rank and step, and a `storm` with roles, every_s and count; `seed`
-    makes it the same each time. Only processes of this run are struck. Deaths count against
-    train.max_failures.
+    A plan has `faults`, each with kind (kill, stop, hang), role (process, worker, gang, store,
+    recorder, loader, evictor, controller), rank and step, and a `storm` with roles, every_s and
+    count; `seed` makes it the same each time. Only processes of this run are struck. Deaths count
+    against train.max_failures.
 
     Example: eagleray chaos run faults.yaml train.max_failures=20
     """
     from eagleray.actors.chaos import Injector, load_plan
+    from eagleray.platform.report import goodput, read_facts
 
     project = Project.load(config, overrides or [])
     injector = Injector(load_plan(plan))
@@ -57,9 +58,11 @@ def run(
     events = project.runs.events(done.run_id)
     recoveries = [event for event in events if event["event"] == "recovery"]
     struck = Counter(f"{fired.fault.kind} {fired.fault.role}" for fired in injector.fired)
+    made = goodput(read_facts(project.storage, done.run_id).history)
     result = {
         "run": done.run_id, "steps": done.steps, "missing": done.missing, "doubled": done.doubled,
-        "attempts": done.attempts, "fired": dict(struck), "not_fired": injector.waiting,
+        "attempts": done.attempts, "goodput": made.share if made else None,
+        "fired": dict(struck), "not_fired": injector.waiting,
         "recoveries": [{f"{p}_s": event.get(f"{p}_s") for p in _PHASES} for event in recoveries],
     }  # fmt: skip
 
@@ -70,9 +73,10 @@ def run(
             cells = [[f"{event.get(f'{p}_s', 0):.3f}" for p in _PHASES] for event in recoveries]
             console.print(table("Recoveries, seconds of each phase", list(_PHASES), cells))
         left = f"; {injector.waiting} faults did not come to it" if injector.waiting else ""
+        useful = f", goodput {made.share:.1%}" if made else ""
         console.print(
             f"{done.run_id}: {done.steps} steps in {done.attempts} attempts, samples missing "
-            f"{done.missing}, doubled {done.doubled}{left}"
+            f"{done.missing}, doubled {done.doubled}{useful}{left}"
         )
 
     emit(result, as_json, show)

@@ -107,7 +107,7 @@ def _details(event: dict[str, Any]) -> str:
 def _figure(name: str, value: Any) -> str:
     if name == "time_shares" and value:
         return ", ".join(f"{part} {share:.1%}" for part, share in value.items())
-    if name == "mfu" and value is not None:
+    if name in ("mfu", "goodput") and value is not None:
         return f"{value:.1%}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"

@@ -14,6 +14,8 @@ from eagleray.platform.errors import UsageError
         ("seed: 3", "needs `faults` or `storm`"),
         ("faults: [{kind: burn}]", "faults.0.kind"),
         ("faults: [{role: store, rank: 1}]", "role store has no rank"),
+        ("faults: [{kind: hang, role: loader}]", "role loader cannot hang"),
+        ("storm: {kind: hang, roles: [process, gang]}", "role gang cannot hang"),
         ("faults: [{stepp: 1}]", "faults.0.stepp"),
         ("storm: {every_s: 0}", "storm.every_s"),
         ("storm: {roles: []}", "storm.roles"),
