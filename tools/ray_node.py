@@ -25,7 +25,7 @@ from eagleray.platform.cluster.options import (
     plain_interpreter,
     start_environment,
 )
-from eagleray.platform.cluster.ports import HOST
+from eagleray.platform.cluster.ports import HOST, free_ports
 from eagleray.platform.cluster.versions import VERSION_LABEL, Versions
 from eagleray.platform.config import ClusterConfig
 
@@ -51,6 +51,7 @@ class RayNode:
         (folder / "files").mkdir()
         options = new_options(ClusterConfig(), is_lasting=False, shows_logs=False)
         token_file = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        agent_ports = free_ports([None] * 3)
         command = [
             *(plain_interpreter(folder), "-P", __file__, "start", "--block"),
             f"--address={address}",
@@ -58,8 +59,11 @@ class RayNode:
             f"--node-name={self.name}",
             f"--num-cpus={num_cpus}",
             f"--metrics-export-port={options.metrics_port}",
-            *("--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"),
-            *("--runtime-env-agent-port=0", "--node-manager-port=0", "--object-manager-port=0"),
+            # Not 0: a raylet that is to find out gives its agents only some seconds to tell.
+            f"--dashboard-agent-listen-port={agent_ports[0]}",
+            f"--dashboard-agent-grpc-port={agent_ports[1]}",
+            f"--runtime-env-agent-port={agent_ports[2]}",
+            *("--node-manager-port=0", "--object-manager-port=0"),
             *("--min-worker-port=0", "--max-worker-port=0"),
             "--object-store-memory=100000000",
             f"--labels={VERSION_LABEL}={Versions.here().eagleray}",

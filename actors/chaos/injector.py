@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from eagleray.actors.trainer.seating import Place
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
+_LATER_S = 0.3
 _NAMES: dict[Role, str] = {
     "gang": "gang:{run}", "store": "checkpoint-store:{run}", "recorder": "recorder:{run}",
     "evictor": "evictor:{run}", "loader": "loader:{run}:", "controller": "controller:{run}-",
@@ -89,7 +91,8 @@ class Injector:
         if not found:
             return False
         node_id, pid = self._draw.choice(found)
-        struck_s = _on(node_id, _STRIKES[fault.kind], pid)
+        strike = _strike_later if fault.role == "node" else _strike
+        struck_s = _on(node_id, strike, fault.kind, pid)
         if not struck_s:
             return False
         logger.info("chaos: %s %s pid=%d step=%d", fault.kind, fault.role, pid, self._step)
@@ -105,6 +108,10 @@ class Injector:
                 for worker in progress.workers:
                     if rank in (None, worker.rank):
                         yield worker.node_id, worker.pid
+            elif role == "node":
+                here = ray.get_runtime_context().get_node_id()
+                for node_id in sorted({worker.node_id for worker in progress.workers} - {here}):
+                    yield node_id, _on(node_id, os.getppid)
             elif role == "worker":
                 gang: Any = ray.get_actor(f"gang:{run_id}")
                 places: list[Place] = get(gang.places.remote(), timeout=_ANSWER_S)
@@ -129,6 +136,16 @@ def _on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
         call = task.options(num_cpus=0, scheduling_strategy=strategy).remote(*args)
         return ray.get(call, timeout=_ANSWER_S)
     return 0.0
+
+
+def _strike(kind: Kind, pid: int) -> float:
+    return _STRIKES[kind](pid)
+
+
+def _strike_later(kind: Kind, pid: int) -> float:
+    """When it will be: whoever calls lives on that node, and has to answer before."""
+    threading.Timer(_LATER_S, _STRIKES[kind], (pid,)).start()
+    return time.time() + _LATER_S
 
 
 def _kill(pid: int) -> float:

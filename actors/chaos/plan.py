@@ -22,9 +22,11 @@ from eagleray.platform.config.values import Seconds, Section
 from eagleray.platform.errors import UsageError
 
 Kind = Literal["kill", "stop", "hang"]
-Role = Literal["process", "worker", "gang", "store", "recorder", "loader", "evictor", "controller"]
+Role = Literal[
+    "process", "worker", "node", "gang", "store", "recorder", "loader", "evictor", "controller"
+]
 ROLES: tuple[Role, ...] = (
-    "process", "worker", "gang", "store", "recorder", "loader", "evictor", "controller",
+    "process", "worker", "node", "gang", "store", "recorder", "loader", "evictor", "controller",
 )  # fmt: skip
 _RANKED = ("process", "worker")
 
@@ -35,7 +37,8 @@ class Fault(Section):
     kind: Kind = "kill"
     """kill: SIGKILL. stop: SIGSTOP, as a machine that hangs. hang: its training thread alone."""
     role: Role = "process"
-    """process: what trains a rank. worker: what holds its place in Ray Train."""
+    """process: what trains a rank. worker: what holds its place in Ray Train. node: the raylet of
+    a node where ranks train, but not that of the driver: all that runs there ends with it."""
     rank: int | None = Field(default=None, ge=0)
     """Null: any one, by the seed."""
     step: int = Field(default=0, ge=0)

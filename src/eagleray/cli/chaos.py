@@ -36,10 +36,10 @@ def run(
 ) -> None:
     """Train while a plan of faults is carried out; tell what each cost.
 
-    A plan has `faults`, each with kind (kill, stop, hang), role (process, worker, gang, store,
-    recorder, loader, evictor, controller), rank and step, and a `storm` with roles, every_s and
-    count; `seed` makes it the same each time. Only processes of this run are struck. Deaths count
-    against train.max_failures.
+    A plan has `faults`, each with kind (kill, stop, hang), role (process, worker, node, gang,
+    store, recorder, loader, evictor, controller), rank and step, and a `storm` with roles, every_s
+    and count; `seed` makes it the same each time. Only processes of this run are struck. Deaths
+    count against train.max_failures.
 
     Example: eagleray chaos run faults.yaml train.max_failures=20
     """
