@@ -31,7 +31,6 @@ from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClien
 from eagleray.actors.trainer.run_actors import RunActors
 from eagleray.actors.trainer.seams import BatchSource, LoopSpec
 from eagleray.actors.trainer.seating import End, Outcome, Plan
-from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.errors import EagleRayError, ServiceError
 from eagleray.platform.telemetry import bind_log_context, configure_logging
 
@@ -165,12 +164,6 @@ class TrainProcess:
         except ServiceError as error:
             # A dead or slow actor may be back at the next attempt.
             return self._interrupted(End.INTERRUPTED, trainer, error.what, is_own=True)
-        except NonFiniteLossError as error:
-            fix = (
-                "lower train.optimizer.lr or train.clip_grad_norm, or look at the data of that step"
-            )
-            self._fail(Fatal(type(error).__name__, f"training stopped: {error}", fix, 1))
-            return Outcome(End.FAILED, message=str(error))
         except EagleRayError as error:
             self._fail(Fatal(type(error).__name__, error.what, error.fix, error.exit_code))
             return Outcome(End.FAILED, message=error.what)

@@ -24,10 +24,11 @@ _BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enoug
 class _Bucket:
     """Parameters whose gradients travel as one flat buffer."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, has_value: bool) -> None:
         self.parameters = parameters
         first = parameters[0]
-        size = sum(parameter.numel() for parameter in parameters)
+        # Behind the gradients, a number that is averaged with them.
+        size = sum(parameter.numel() for parameter in parameters) + has_value
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.views: list[torch.Tensor] = []
         offset = 0
@@ -68,8 +69,9 @@ class GradientReducer:
         if world_size == 1:
             return
         # Backward reaches the last layers first: their bucket is complete, and on its way, first.
-        for group in _grouped(list(parameters)[::-1], bucket_bytes):
-            bucket = _Bucket(group)
+        groups = _grouped(list(parameters)[::-1], bucket_bytes)
+        for group in groups:
+            bucket = _Bucket(group, has_value=group is groups[-1])
             self._buckets.append(bucket)
             for parameter in group:
                 hook = self._hook(bucket)
@@ -100,13 +102,22 @@ class GradientReducer:
                     bucket.work.wait()
                 bucket.work = None
 
-    def wait(self) -> None:
+    def wait(self, value: float = 0.0) -> float:
         """Block until all gradients hold the average over the ranks.
+
+        Args:
+            value: A number of this rank.
+
+        Returns:
+            The average of that number, to the precision of a gradient.
 
         Raises:
             PeerLostError: A peer is gone.
         """
         self._armed = False
+        if not self._buckets:
+            return value
+        self._buckets[-1].flat[-1] = value
         # The last one, and what a parameter without gradient held up.
         while self._num_sent < len(self._buckets):
             self._send_next()
@@ -116,6 +127,7 @@ class GradientReducer:
             bucket.flat /= self._world_size
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
+        return float(self._buckets[-1].flat[-1].item())
 
     def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]  # torch's own hook type
         def ready(_: nn.Parameter) -> None:

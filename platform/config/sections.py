@@ -165,6 +165,16 @@ class TrainEvalConfig(Section):
     num_batches: int = Field(default=4, ge=1)
 
 
+class NonFiniteConfig(Section):
+    """What becomes of a step whose loss or gradient norm is NaN or infinite."""
+
+    action: Literal["stop", "skip", "rewind"] = "stop"
+    """stop: the run ends. skip: weights and optimizer stay as they are, the batch counts as used.
+    rewind: on from the newest snapshot; where the same step is met again, it is skipped."""
+    max_steps: int = Field(default=3, ge=1)
+    """So many in a row may be skipped; one more ends the run."""
+
+
 class TrainConfig(Section):
     """One training run."""
 
@@ -185,6 +195,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     eval: TrainEvalConfig = TrainEvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    non_finite: NonFiniteConfig = NonFiniteConfig()
     log_every_steps: int = Field(default=5, ge=1)
     max_failures: int = Field(default=3, ge=0)
     """Worker deaths after which the run is given up."""

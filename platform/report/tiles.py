@@ -56,6 +56,8 @@ def training_tiles(facts: RunFacts, summary: Summary) -> list[Tile]:
     tiles.append(Tile("Wall time", duration(summary.wall_s), _startup(summary)))
     if summary.num_parameters:
         tiles.append(Tile("Parameters", compact(summary.num_parameters), _shape(facts)))
+    if summary.skipped_steps:
+        tiles.append(Tile("Skipped", f"{summary.skipped_steps:,}", "steps not finite", "warn"))
     tiles.append(_faults(summary))
     if facts.history.checkpoints:
         last = facts.history.checkpoints[-1].step

@@ -17,7 +17,10 @@ class Sent:
 
 
 class Peers(Collectives):
-    """One more rank, whose gradients are three times ours; notes sizes of what was sent."""
+    """One more rank, whose figures are three times ours; notes sizes of what was sent.
+
+    The last bucket holds a number more.
+    """
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(Seat(0, WORLD_SIZE))
@@ -51,7 +54,7 @@ def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: l
     # Nobody can finish the step before this rank says so.
     assert sent == [1, 2]
     reducer.wait()
-    assert sent == [1, 2, 3]
+    assert sent == [1, 2, 3 + 1]
     for parameter in trained:
         assert parameter.grad is not None
         # Ours is 2p, the other's 6p.
@@ -65,11 +68,21 @@ def test_a_parameter_without_gradient_changes_no_order(sent: list[int]) -> None:
     (trained[0].sum() + trained[1].sum()).backward()
     assert sent == []
     reducer.wait()
-    assert sent == [1, 2, 3]
+    assert sent == [1, 2, 3 + 1]
     assert trained[2].grad is not None
     assert trained[2].grad.tolist() == [0.0]
     assert trained[0].grad is not None
     assert trained[0].grad.tolist() == [2.0] * 3
+
+
+def test_a_number_is_averaged_with_the_last_bucket(sent: list[int]) -> None:
+    trained = parameters()
+    reducer = make(trained, sent)
+    for value in (1.5, float("inf"), 2.0):
+        reducer.arm()
+        sum((p.square().sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        assert reducer.wait(value) == 2 * value
+    assert GradientReducer(trained, 1).wait(0.1) == 0.1
 
 
 def test_accumulated_gradients_are_sent_once(sent: list[int]) -> None:
@@ -92,6 +105,6 @@ def test_a_weight_that_is_used_twice_is_sent_when_both_gradients_are_in(sent: li
     reducer.arm()
     (weight.sum() + (2 * weight).sum()).backward()
     reducer.wait()
-    assert sent == [3]
+    assert sent == [3 + 1]
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0] * 3

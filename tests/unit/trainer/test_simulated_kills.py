@@ -13,7 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.simulator import SIZES, AtOnce, Run, Schedule, SimulatedSnapshotter
+from tests.unit.trainer.simulator import (
+    SIZES,
+    AtOnce,
+    PoisonableStepper,
+    Run,
+    Schedule,
+    SimulatedSnapshotter,
+)
 
 from eagleray.actors.checkpoint import dcp, snapshot
 from eagleray.actors.checkpoint.samples import SampleLog, audit
@@ -28,8 +35,10 @@ from eagleray.platform.storage import Storage, digest_file
 
 STEPS, WORLD_SIZE = 12, 3
 SCHEDULES = int(os.environ.get("SCHEDULES", "25"))
+# The first step, two in a row of which a snapshot lies between, the last but one.
+POISONED = frozenset({0, 5, 6, 10})
 MODEL = DecoderConfig(
-    vocab_size=50, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=16,
+    vocab_size=51, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=16,
     max_seq_len=8,
 )  # fmt: skip
 
@@ -56,16 +65,18 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "measure_peak_flops", lambda *_: 1e9)
         patch.setattr(loop, "Snapshotter", SimulatedSnapshotter)
+        patch.setattr(loop, "Stepper", PoisonableStepper)
         patch.setattr(snapshot, "threading", Threading)
         patch.setattr(dcp, "write_arrays", write)
         patch.setattr(dcp, "read_arrays", read)
         yield
 
 
-def spec() -> LoopSpec:
+def spec(action: str = "stop") -> LoopSpec:
     train = with_overrides(
         ProjectConfig(name="t"),
         {
+            "train.non_finite.action": action,
             "train.steps": STEPS, "train.batch_size": 6, "train.micro_batch_size": 2,
             "train.checkpoint.every_steps": 3, "train.log_every_steps": 2,
             "train.eval.every_steps": 4, "train.eval.num_batches": 3, "train.optimizer.lr": 0.01,
@@ -75,10 +86,13 @@ def spec() -> LoopSpec:
     return LoopSpec(train, MODEL, 4, MixerSpec(mixture, ("a", "b"), SIZES))
 
 
-def trained(folder: Path, seed: int, kills: int, store_loss: float = 0.0) -> tuple[Run, Checkpoint]:
+def trained(
+    folder: Path, seed: int, kills: int, store_loss: float = 0.0, action: str = "stop"
+) -> tuple[Run, Checkpoint]:
     schedule = Schedule(seed, kill_rate=0.01, max_kills=kills)
     SimulatedSnapshotter.draw = schedule.draw
-    run = Run(spec(), Storage(folder), schedule, WORLD_SIZE, store_loss)
+    poisoned = POISONED if action != "stop" else frozenset()
+    run = Run(spec(action), Storage(folder), schedule, WORLD_SIZE, store_loss, poisoned)
     return run, run.train()
 
 
@@ -93,6 +107,8 @@ def assert_same(run: Run, found: Checkpoint, undisturbed: tuple[Run, Checkpoint]
     log = SampleLog(run.storage, "run").chain(found.samples)
     result = audit(log, SIZES)
     assert (result.steps, result.samples, result.is_exact) == (STEPS, STEPS * 6, True)
+    assert found.meta.get("skipped") == whole.meta.get("skipped")
+    assert run.skipped == run.poisoned
     # Figures that a death fell into may span less; the last ones are never in doubt.
     last, whole_last = run.rows[STEPS], whole_run.rows[STEPS]
     assert (last.grad_norm, last.eval_loss) == (whole_last.grad_norm, whole_last.eval_loss)
@@ -105,22 +121,65 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Checkpoi
     return run, found
 
 
+def assert_all_the_same(action: str, undisturbed: tuple[Run, Checkpoint]) -> list[Run]:
+    """Try all schedules; the runs."""
+    torch.manual_seed(0)
+    runs = []
+    # Memory, as each run syncs its files some hundred times.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for seed in range(1, SCHEDULES + 1):
+            where, loss = Path(folder, str(seed)), 0.1 * (seed % 3)
+            run, found = trained(where, seed, 4, loss, action)
+            try:
+                assert_same(run, found, undisturbed)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}: {error}") from error
+            shutil.rmtree(where)
+            runs.append(run)
+    assert sum(run.schedule.kills for run in runs) > 2 * SCHEDULES
+    assert sum(run.attempts for run in runs) > 2 * SCHEDULES
+    return runs
+
+
 @pytest.mark.no_cover
 @pytest.mark.timeout(60 + 5 * SCHEDULES)
 def test_all_schedules_of_kills_end_with_the_same_bits(
     undisturbed: tuple[Run, Checkpoint],
 ) -> None:
-    torch.manual_seed(0)
-    kills = attempts = 0
-    # Memory, as each run syncs its files some hundred times.
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for seed in range(1, SCHEDULES + 1):
-            run, found = trained(Path(folder, str(seed)), seed, 4, store_loss=0.1 * (seed % 3))
-            try:
-                assert_same(run, found, undisturbed)
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}: {error}") from error
-            shutil.rmtree(Path(folder, str(seed)))
-            kills, attempts = kills + run.schedule.kills, attempts + run.attempts
-    assert kills > 2 * SCHEDULES
-    assert attempts > 2 * SCHEDULES
+    assert_all_the_same("stop", undisturbed)
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Checkpoint]:
+    run, found = trained(tmp_path_factory.mktemp("skip"), seed=0, kills=0, action="skip")
+    assert (run.attempts, run.schedule.kills) == (1, 0)
+    return run, found
+
+
+@pytest.mark.no_cover
+@pytest.mark.timeout(60 + 5 * SCHEDULES)
+def test_skipped_steps_leave_the_same_bits_through_all_schedules_of_kills(
+    skipping: tuple[Run, Checkpoint], undisturbed: tuple[Run, Checkpoint]
+) -> None:
+    run, found = skipping
+    assert found.meta["skipped"]["count"] == run.rows[STEPS].skipped_steps == len(POISONED)
+    assert all(np.isfinite(array).all() for array in found.arrays.values())
+    name = "model.norm.weight"
+    assert not np.array_equal(found.arrays[name], undisturbed[1].arrays[name])
+    # The bandit saw what the undisturbed run saw, without the poison.
+    assert all(np.isfinite(found.meta["mixer"]["losses"]))
+    assert_all_the_same("skip", skipping)
+
+
+@pytest.mark.no_cover
+@pytest.mark.timeout(60 + 8 * SCHEDULES)
+def test_a_rewind_ends_with_the_bits_of_a_skip_through_all_schedules_of_kills(
+    skipping: tuple[Run, Checkpoint],
+) -> None:
+    runs = assert_all_the_same("rewind", skipping)
+    for run in runs:
+        steps = [poison.step for poison in run.rewound]
+        # A rank that is killed while it goes back may have told nobody.
+        assert len(steps) == len(set(steps)) <= len(POISONED)
+        assert all(to_step <= poison.step for poison, to_step in run.rewound.items())
+    assert sum(len(run.rewound) for run in runs) > 3 * SCHEDULES
