@@ -102,7 +102,7 @@ class RankTrainer:
         self._mixer = (
             Mixer(self._spec.mixer, self._spec.train.batch_size) if self._spec.mixer else None
         )
-        self._applied = self._settled = self._logged = 0
+        self._applied = self._settled = self._logged = self._first = 0
         self._ids: dict[int, np.ndarray] = {}  # step -> what was read, since the last snapshot
         self._guard.load_state(None)
         self._window = Window(self._clock())
@@ -120,6 +120,15 @@ class RankTrainer:
         tokens = np.zeros((rows, self._spec.seq_len + 1), dtype=np.int32)
         self._stepper.step(0, tokens)
         self._begin_anew()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has applied a step since it was last told to run."""
+        return self._applied > self._first
+
+    def abandon(self) -> None:
+        """Its state may be half of a step's; another rank's, or a snapshot, takes its place."""
+        self._is_whole = False
 
     @property
     def standing(self) -> Standing | None:
@@ -211,7 +220,7 @@ class RankTrainer:
         reporter: Reporter,
         tell: Callable[[str], None],
     ) -> int:
-        first = self._applied
+        first = self._first = self._applied
         is_over = self._settled < self._applied and self._settle(source, sink, reporter)
         while not is_over and self._applied < self._spec.train.steps:
             if self._paused.is_set():

@@ -25,6 +25,7 @@ from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.collectives import PeerLostError
 from eagleray.actors.trainer.journal import StepJournal
 from eagleray.actors.trainer.loop import RankTrainer, StateLostError
+from eagleray.actors.trainer.memory_needs import asked_for, is_out_of_memory, out_of_memory
 from eagleray.actors.trainer.process_group import Address, Group, set_device
 from eagleray.actors.trainer.recorder import Fatal
 from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
@@ -165,8 +166,11 @@ class TrainProcess:
             # A dead or slow actor may be back at the next attempt.
             return self._interrupted(End.INTERRUPTED, trainer, error.what, is_own=True)
         except EagleRayError as error:
-            self._fail(Fatal(type(error).__name__, error.what, error.fix, error.exit_code))
-            return Outcome(End.FAILED, message=error.what)
+            return self._failed(error)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._starved(error, trainer)
         finally:
             group.leave()
             if trainer is not None:
@@ -215,8 +219,24 @@ class TrainProcess:
         said = message if is_own else ""
         return Outcome(end, trainer.standing, trainer.is_noted, said)
 
-    def _fail(self, fatal: Fatal) -> None:
+    def _failed(self, error: EagleRayError) -> Outcome:
+        fatal = Fatal(type(error).__name__, error.what, error.fix, error.exit_code)
         self._recorder.ask("fail", fatal)
+        return Outcome(End.FAILED, message=error.what)
+
+    def _starved(self, error: Exception, trainer: RankTrainer | None) -> Outcome:
+        """How an attempt ends in which memory could not be had.
+
+        Where not even the first step of the attempt found room, the next attempt will not either.
+        """
+        asked = asked_for(str(error))
+        what = f"an allocation of {asked}" if asked else "an allocation"
+        cause = f"{what} failed ({type(error).__name__})"
+        named = out_of_memory(cause, self._spec)
+        if trainer is None or not trainer.has_stepped:
+            return self._failed(named)
+        trainer.abandon()
+        return self._interrupted(End.INTERRUPTED, trainer, named.what, is_own=True)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from eagleray.actors.data.dataset import Dataset
 from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.data.mixing import mixture_for
 from eagleray.actors.rpc import call
-from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
+from eagleray.actors.trainer.controller_parts import FaultCallback, GivenUp, Patience
+from eagleray.actors.trainer.failures import Limits
 from eagleray.actors.trainer.gang import GangOptions, create_gang
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
@@ -99,7 +100,7 @@ class Training:
         self._actors = _create_actors(config, storage, run_id, dataset, redis_url)
         self._recorder = RecorderClient(self._actors.recorder)
         train, stacks = config.train, storage.path("runs", run_id, "stacks")
-        options = GangOptions(train.max_failures, train.spares, stacks)
+        options = GangOptions(Limits.of(train), train.spares, stacks)
         self._gang = create_gang(run_id, options)
         self._error: BaseException | None = None
         self._trainer = self._make_trainer()
@@ -123,7 +124,7 @@ class Training:
 
         Raises:
             FatalRunError: It met a failure that no retry can mend.
-            RunFailedError: Its workers died more often than `train.max_failures`.
+            RunFailedError: More ended than `train.max_failures` and its like forgive.
         """
         try:
             with interruption_deferred() as raise_waiting:
@@ -215,7 +216,12 @@ class Training:
             # Not by `train_loop_config`: the controller would load it, and with it torch.
             functools.partial(train_worker, self._spec, self._actors, self._gang),
             is_fixed=_is_fixed(),
-            failure_policy=Patience(failures, max(1, math.ceil(waits))),
+            failure_policy=Patience(
+                failures,
+                max(1, math.ceil(waits)),
+                Limits.of(train),
+                GivenUp(self._actors.recorder, self._run_id),
+            ),
             # The processes that train meet by themselves.
             backend_config=BackendConfig(),
             scaling_config=ScalingConfig(

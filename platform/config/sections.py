@@ -198,7 +198,11 @@ class TrainConfig(Section):
     non_finite: NonFiniteConfig = NonFiniteConfig()
     log_every_steps: int = Field(default=5, ge=1)
     max_failures: int = Field(default=3, ge=0)
-    """Worker deaths after which the run is given up."""
+    """So many deaths of training processes, and of Ray Train's workers, are forgiven."""
+    max_hangs: int = Field(default=3, ge=0)
+    """So many processes that were stopped or made no progress, and were killed, are forgiven."""
+    max_preemptions: int | None = Field(default=None, ge=0)
+    """So many losses of nodes are forgiven; null: any number."""
     spares: int = Field(default=1, ge=0, le=64)
     """Warm processes on each node that take a dead worker's place at once; each takes as much
     memory as a worker. 0: a new process is started, which takes seconds."""
