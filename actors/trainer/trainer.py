@@ -256,7 +256,11 @@ class Training:
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, WorkerGroupError):
             failures = sorted(error.worker_failures.items())[:_RANKS_SHOWN]
-            return "; ".join(f"rank {rank}: {_last_line(failure)}" for rank, failure in failures)
+            told = {rank: _last_line(failure) for rank, failure in failures}
+            # All say the same where the gang has ended the run.
+            if len(set(told.values())) == 1:
+                return next(iter(told.values()))
+            return "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
         if isinstance(error, ControllerError):
             error = error.controller_failure
         if isinstance(error, WorkerGroupStartupTimeoutError):

@@ -39,7 +39,7 @@ def run(
     A plan has `faults`, each with kind (kill, stop), role (process, worker, gang, store, recorder,
     loader, evictor, controller), rank and step, and a `storm` with roles, every_s and count; `seed`
     makes it the same each time. Only processes of this run are struck. Deaths count against
-    train.max_failures.
+    train.max_failures, stopped processes against train.max_hangs.
 
     Example: eagleray chaos run faults.yaml train.max_failures=20
     """
