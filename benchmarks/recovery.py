@@ -242,6 +242,7 @@ train:
   batch_size: {BATCH}
   micro_batch_size: {BATCH}
   max_failures: 1000
+  max_hangs: 1000
   log_every_steps: 1
   eval: {{every_steps: 1000000, num_batches: 1}}
   checkpoint: {{every_steps: {EVERY}}}

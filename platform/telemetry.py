@@ -101,6 +101,9 @@ TRAIN_RESTARTS = Metric(
 TRAIN_FAULTS = Metric(
     "eagleray_train_worker_faults", _COUNTER, "Times that workers died or failed.", _RUN
 )
+TRAIN_SKIPPED = Metric(
+    "eagleray_train_skipped_steps", _COUNTER, "Steps whose update was skipped: not finite.", _RUN
+)
 TRAIN_SPENT = Metric(
     "eagleray_train_spent_seconds",
     _COUNTER,

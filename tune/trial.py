@@ -20,10 +20,10 @@ from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.telemetry import RaySink
 from eagleray.actors.trainer.finish import finish_run
 from eagleray.actors.trainer.loop import run_loop
+from eagleray.actors.trainer.non_finite import NonFiniteLossError, Poison
 from eagleray.actors.trainer.recorder import RunRecorder
 from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.step_row import StepRow
-from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.config import ProjectConfig
 from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.runs import RunStatus, RunStore
@@ -67,7 +67,7 @@ def run_trial(config: dict[str, Any], spec: TrialSpec) -> None:
             reporter,
         )
     except NonFiniteLossError as error:
-        runs.update(run_id, status=RunStatus.FAILED, message=str(error))
+        runs.update(run_id, status=RunStatus.FAILED, message=error.what)
         tune.report({METRIC: float("nan"), STEPS: error.step + 1})
         return
     except Exception as error:
@@ -134,6 +134,15 @@ class _Reporter:
 
     def started(self, attempt: int, step: int) -> None:
         self._recorder.event("start", {"attempt": attempt, "step": step})
+
+    def skipped(self, poison: Poison) -> None:
+        self._recorder.skipped(poison)
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        self._recorder.rewound(poison, to_step)
+
+    def rewinds(self) -> list[Poison]:
+        return self._recorder.rewinds()
 
     def report(self, row: StepRow) -> str | None:
         reason = self._recorder.report(row)

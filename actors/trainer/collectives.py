@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eagleray.actors.trainer.memory_needs import is_out_of_memory
 from eagleray.actors.trainer.seams import Seat
 
 _CHUNK_BYTES = 25 * 2**20
@@ -31,6 +32,8 @@ def peers_needed() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise PeerLostError(f"a collective failed: {lines[0][:300]}") from error
 

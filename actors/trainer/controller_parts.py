@@ -4,7 +4,7 @@ Nothing here imports torch, nor what does: the controller's process starts secon
 and it must be there before a worker can start.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import ray
@@ -21,6 +21,11 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 )
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from eagleray.actors.trainer.failures import FailureCount, Kind, Limits, kind_of_death
+from eagleray.actors.trainer.recorder import Fatal
+
+_RANKS_TOLD = 4
 
 
 class NamedWorkerGroup(WorkerGroup):
@@ -85,14 +90,18 @@ class Patience(FailurePolicy):
     counts as any other death, and waiting for a place is bounded each time anew.
 
     Args:
-        config: Ray Train's; `max_failures` deaths are forgiven.
+        config: Ray Train's.
         max_waits: How often in a row the workers may find no place.
+        limits: Of what is forgiven.
+        tell: Hears why the run is given up, if that is since a limit is exceeded.
     """
 
-    def __init__(self, config: Any, max_waits: int) -> None:
+    def __init__(
+        self, config: Any, max_waits: int, limits: Limits, tell: Callable[[str], None]
+    ) -> None:
         super().__init__(config)
-        self._max_waits = max_waits
-        self._deaths = self._waits = 0
+        self._max_waits, self._tell = max_waits, tell
+        self._count, self._waits = FailureCount(limits), 0
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         """Ray Train's hook."""
@@ -102,14 +111,35 @@ class Patience(FailurePolicy):
             self._waits += 1
             return _retry_if(self._waits <= self._max_waits)
         self._waits = 0
-        if isinstance(cause, PreemptionError):
-            return FailureDecision.RETRY
         if isinstance(cause, WorkerGroupError) and _is_over(cause):
             return FailureDecision.RAISE
-        if isinstance(cause, WorkerGroupError | WorkerGroupStartupFailedError):
-            self._deaths += 1
-            return _retry_if(self._deaths <= self.failure_config.max_failures)
+        if isinstance(cause, PreemptionError | WorkerGroupError | WorkerGroupStartupFailedError):
+            exceeded = self._count.add([_kind(cause)])
+            if exceeded:
+                self._tell(f"{exceeded}; the last: {_told(cause)}")
+            return _retry_if(exceeded is None)
         return FailureDecision.RAISE
+
+
+def _kind(error: Exception) -> Kind:
+    if isinstance(error, PreemptionError):
+        return Kind.PREEMPTION
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    kinds = {
+        kind_of_death(getattr(each, "health_check_failure", each), is_node_alive=True)
+        for each in failures
+    }
+    # The other workers end because of it.
+    return Kind.PREEMPTION if Kind.PREEMPTION in kinds else Kind.FAILURE
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, WorkerGroupError):
+        return "; ".join(
+            f"the worker of rank {rank}: {_first_line(each)}"
+            for rank, each in sorted(error.worker_failures.items())[:_RANKS_TOLD]
+        )
+    return _first_line(error)
 
 
 def _is_over(error: WorkerGroupError) -> bool:
@@ -121,6 +151,19 @@ def _is_over(error: WorkerGroupError) -> bool:
 
 def _retry_if(condition: bool) -> FailureDecision:
     return FailureDecision.RETRY if condition else FailureDecision.RAISE
+
+
+class GivenUp:
+    """Lets the driver say which limit has ended the run."""
+
+    def __init__(self, recorder: Any, run_id: str) -> None:
+        self._recorder, self._run_id = recorder, run_id
+
+    def __call__(self, reason: str) -> None:
+        """Note why the run is given up."""
+        what = f"run {self._run_id} failed: {reason}"[:2000]
+        fix = f"correct the cause, or raise that limit; then: eagleray resume {self._run_id}"
+        self._recorder.call.remote("fail", Fatal("RunFailedError", what, fix, 1))
 
 
 class FaultCallback(UserCallback):

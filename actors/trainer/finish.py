@@ -32,6 +32,8 @@ class FinishedRun:
     record: str
     audit: Audit
     eval_loss: float | None
+    skipped_steps: int
+    """Steps whose update was skipped, as something was not finite."""
 
 
 def finish_run(
@@ -69,9 +71,9 @@ def finish_run(
         )
     result = audit(SampleLog(storage, run_id).chain(checkpoint.samples), dataset.sizes("train"))
     record = _record_run(storage, config, run_id, dataset, checkpoint, result)
-    eval_loss = checkpoint.meta.get("eval_loss")
+    eval_loss, skipped = checkpoint.meta.get("eval_loss"), _skipped_steps(checkpoint)
     if register_as is None:
-        return FinishedRun(None, record, result, eval_loss)
+        return FinishedRun(None, record, result, eval_loss, skipped)
     if not result.is_exact:
         raise RunFailedError(
             f"run {run_id} is not registered: its audit found {result.missing} samples missing and "
@@ -92,7 +94,7 @@ def finish_run(
     ledger = Ledger(storage)
     digest = ledger.put("model", body, {"checkpoint": record})
     version = Registry(storage).register(register_as, digest, artifact, metrics)
-    return FinishedRun(version, digest, result, eval_loss)
+    return FinishedRun(version, digest, result, eval_loss, skipped)
 
 
 def record_dataset(storage: Storage, dataset: Dataset) -> str:
@@ -114,7 +116,10 @@ def _record_run(
         "config": ledger.put("config", {"digest": config_digest(config), **resolved_json(config)}),
         "code": ledger.put("code", code_identity()),
     }
-    run = ledger.put("run", {"run_id": run_id, "audit": asdict(result)}, inputs)
+    body: dict[str, Any] = {"run_id": run_id, "audit": asdict(result)}
+    if skipped := _skipped_steps(checkpoint):
+        body["skipped_steps"] = skipped
+    run = ledger.put("run", body, inputs)
     manifest = CheckpointFolder(storage, run_id).digest(checkpoint.step)
     body = {
         "run_id": run_id,
@@ -123,6 +128,10 @@ def _record_run(
         "samples": checkpoint.samples,
     }
     return ledger.put("checkpoint", body, {"run": run})
+
+
+def _skipped_steps(checkpoint: Checkpoint) -> int:
+    return int(checkpoint.meta.get("skipped", {}).get("count", 0))
 
 
 def _export(

@@ -41,11 +41,13 @@ class Entry:
     rng: bytes
     """Of torch's generator on the CPU."""
     window: dict[str, Any] = field(default_factory=dict)
-    """Its sums since the last row of figures."""
+    """Its sums since the last row of figures, without `gain`."""
     decisions: int = 0
     """What its mixture had decided before this step."""
     sums: list[list[int]] | None = None
-    """Its losses by domain since then, if the mixture follows them."""
+    """Its losses by domain since then, without `gain`, if the mixture follows them."""
+    gain: dict[str, Any] | None = None
+    """What its newest step adds to both. Whether its update was skipped, the other ranks know."""
 
 
 class StepJournal:
@@ -162,6 +164,12 @@ class StepJournal:
                 return None
             found[step] = row[1:].copy()
         return found
+
+    def clear(self) -> None:
+        """Forget every entry: the state is an earlier one than theirs."""
+        for slot in range(_SLOTS):
+            start = self._slot(slot)
+            self._memory[start : start + _SLOT_HEADER_BYTES] = bytes(_SLOT_HEADER_BYTES)
 
     def close(self) -> None:
         """Let go of the memory; it stays while another process holds it."""

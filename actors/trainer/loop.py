@@ -15,7 +15,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,6 +27,13 @@ from eagleray.actors.data.mixer import Mixer
 from eagleray.actors.data.order import domains_of
 from eagleray.actors.trainer.collectives import Collectives
 from eagleray.actors.trainer.journal import Entry, StepJournal
+from eagleray.actors.trainer.non_finite import (
+    NonFiniteGuard,
+    NonFiniteLossError,
+    Poison,
+    RewindError,
+)
+from eagleray.actors.trainer.peak import measure_peak_flops
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.actors.trainer.seams import (
     BatchSource,
@@ -39,12 +45,11 @@ from eagleray.actors.trainer.seams import (
     Standing,
 )
 from eagleray.actors.trainer.step_row import StepRow
-from eagleray.actors.trainer.stepper import Losses, NonFiniteLossError, Stepper
+from eagleray.actors.trainer.stepper import Losses, Stepper
+from eagleray.actors.trainer.window import Gain, Window, noted_sums
 from eagleray.platform.errors import EagleRayError, ServiceError
 from eagleray.platform.model.decoder import Decoder
 
-_PEAK_SIZE = 768
-_PEAK_ROUNDS = 12
 _MAX_SEED = 2**63
 
 
@@ -54,23 +59,6 @@ class PausedError(RuntimeError):
 
 class StateLostError(RuntimeError):
     """What a dead rank alone knew is gone: the ranks go on from a snapshot."""
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Sums of one rank since the last row."""
-
-    began: float
-    loss_sum: float = 0.0
-    tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def plus(self, loss_sum: float, tokens: int) -> "_Window":
-        return replace(self, loss_sum=self.loss_sum + loss_sum, tokens=self.tokens + tokens)
-
-    def spent(self, name: str, seconds: float) -> "_Window":
-        total = self.seconds.get(name, 0.0) + seconds
-        return replace(self, seconds={**self.seconds, name: total})
 
 
 def run_loop(
@@ -105,6 +93,7 @@ class RankTrainer:
         self._seat, self._attempt, self._peak = Seat(), 0, 0.0
         self._peers = Collectives(self._seat)
         self._is_whole = self.is_noted = False
+        self._guard = NonFiniteGuard(train.non_finite)
         self._snapshotter: Snapshotter | None = None
         self._begin_anew()
 
@@ -121,10 +110,11 @@ class RankTrainer:
         self._mixer = (
             Mixer(self._spec.mixer, self._spec.train.batch_size) if self._spec.mixer else None
         )
-        self._applied = self._settled = self._logged = 0
+        self._applied = self._settled = self._logged = self._first = 0
         self._ids: dict[int, np.ndarray] = {}  # step -> what was read, since the last snapshot
-        self._window = _Window(self._clock())
-        self._next_window: _Window | None = None
+        self._guard.load_state(None)
+        self._window = Window(self._clock())
+        self._next_window: Window | None = None
         self._has_decided = False  # since the last row
         self._grad_norm = 0.0
         self._eval_loss: tuple[int, float] | None = None  # step, held-out loss
@@ -137,6 +127,15 @@ class RankTrainer:
         tokens = np.zeros((rows, self._spec.seq_len + 1), dtype=np.int32)
         self._stepper.step(0, tokens)
         self._begin_anew()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has applied a step since it was last told to run."""
+        return self._applied > self._first
+
+    def abandon(self) -> None:
+        """Its state may be half of a step's; another rank's, or a snapshot, takes its place."""
+        self._is_whole = False
 
     @property
     def standing(self) -> Standing | None:
@@ -179,7 +178,7 @@ class RankTrainer:
             The number of steps that the final weights have seen.
 
         Raises:
-            NonFiniteLossError: A loss or gradient is not finite.
+            NonFiniteLossError: A loss or gradient is not finite, and `train.non_finite` says so.
             ServiceError: The ranks were given different states to go on from.
             PeerLostError: Another rank is gone; run again, with what is left.
             PausedError: All ranks have paused.
@@ -196,6 +195,9 @@ class RankTrainer:
         attempt = reporter.begin(seat.rank, seat.world_size) if seat.rank == 0 else 0
         self._attempt = self._peers.from_rank_zero(attempt)
         reporter.join(self._attempt, seat.rank)
+        if self._guard.rewinds:
+            told = [each.listed() for each in reporter.rewinds()] if seat.rank == 0 else []
+            self._guard.remember(self._peers.values_from(told, 0))
         if bond is None:
             self._take_up(sink.begin(self._attempt))
             self._peak = float(self._peers.sums(np.array([self._own_peak]))[0])
@@ -203,11 +205,7 @@ class RankTrainer:
             newest = sink.renew(self._attempt) if seat.rank == 0 else 0
             known = [journal, *inherited] if journal else []
             self._rejoin(bond, known, self._peers.from_rank_zero(newest))
-        if journal is not None:
-            for step, ids in self._ids.items():
-                journal.keep_ids(step, ids)
-            self._note(self._applied, self._window, self._mixer.sums() if self._mixer else None)
-            self.is_noted = True
+        self._note_start()
         if seat.rank == 0:
             reporter.started(self._attempt, self._applied)
         tell("restored")
@@ -228,10 +226,14 @@ class RankTrainer:
         reporter: Reporter,
         tell: Callable[[str], None],
     ) -> int:
-        first = self._applied
+        first = self._first = self._applied
         is_over = self._settled < self._applied and self._settle(source, sink, reporter)
         while not is_over and self._applied < self._spec.train.steps:
-            self._step(source)
+            try:
+                self._step(source)
+            except RewindError as error:
+                self._rewind(error.poison, sink, reporter)
+                continue
             if self._applied == first + 1:
                 tell("stepped")
             is_over = self._settle(source, sink, reporter)
@@ -256,30 +258,59 @@ class RankTrainer:
         mixture = mixer.mixture.since(step * self._spec.train.batch_size) if mixer else None
         batch = source.batch(step, seat.rank, seat.world_size, mixture)
         window = self._window.spent("data", self._clock() - asked)
-        sums: np.ndarray | None = None
+        gain = Gain(0.0, 0)
 
         def note(losses: Losses) -> None:
-            nonlocal window, sums
-            window = window.plus(losses.loss_sum, losses.tokens)
-            if mixer and losses.loss_B is not None:
-                domain_B = domains_of(batch.ids, mixer.sizes)
-                sums = mixer.sums_with(domain_B, losses.loss_B, self._spec.seq_len)
-            self._note(step + 1, window, sums, batch.ids)
+            nonlocal gain
+            gain = Gain(losses.loss_sum, losses.tokens, self._gained_sums(batch.ids, losses))
+            self._note(step + 1, window, gain, batch.ids)
 
-        result = self._stepper.step(step, batch.tokens, note, wants_losses=mixer is not None)
+        result = self._stepper.step(
+            step, batch.tokens, note, wants_losses=mixer is not None, admits=self._guard.admits
+        )
         self._applied, self._is_pausing = step + 1, result.is_pause
         self._ids[step] = batch.ids
-        self._grad_norm = result.grad_norm
-        if mixer and sums is not None:
-            mixer.set_sums(sums)
+        if result.is_applied:
+            self._grad_norm = result.grad_norm
+            window = window.plus(gain.loss_sum, gain.tokens)
+            if mixer and gain.sums is not None:
+                mixer.set_sums(mixer.sums() + gain.sums)
         window = window.spent("compute", result.compute_s)
         window = window.spent("communication", result.communication_s)
         self._window = window.spent("checkpoint", result.before_update_s)
+
+    def _gained_sums(self, ids: np.ndarray, losses: Losses) -> np.ndarray | None:
+        """A step's losses by domain; None without a mixture that follows them."""
+        # One that is not finite on this rank is not over all ranks: the step is skipped.
+        if self._mixer is None or losses.loss_B is None or not np.isfinite(losses.loss_B).all():
+            return None
+        mixer, domain_B = self._mixer, domains_of(ids, self._mixer.sizes)
+        gained: np.ndarray = (
+            mixer.sums_with(domain_B, losses.loss_B, self._spec.seq_len) - mixer.sums()
+        )
+        return gained
+
+    def _rewind(self, poison: Poison, sink: SnapshotSink, reporter: Reporter) -> None:
+        """Go back to the newest complete snapshot, as all ranks do."""
+        assert self._snapshotter is not None
+        self._snapshotter.join()
+        sink.settle()
+        # What another rank has yet to hand in would complete a newer one.
+        self._peers.sums(np.zeros(1))
+        if self._journal is not None:
+            self._journal.clear()
+        self._take_up(sink.begin(self._attempt))
+        self._note_start()
+        if self._seat.rank == 0:
+            reporter.rewound(poison, self._applied)
 
     def _settle(self, source: BatchSource, sink: SnapshotSink, reporter: Reporter) -> bool:
         """Do what is due after the last applied step; whether training ends with it."""
         done, seat, train = self._applied, self._seat, self._spec.train
         is_last = done == train.steps
+        poison = self._guard.skipped_at(done - 1)
+        if poison is not None and seat.rank == 0:
+            reporter.skipped(poison)
         if self._mixer and self._mixer.decisions < self._mixer.decisions_due(done):
             self._decide(self._mixer)
         if self._is_eval_due(done) and not (self._eval_loss and self._eval_loss[0] == done):
@@ -288,7 +319,7 @@ class RankTrainer:
             row = self._row()
             stop = reporter.report(row) if seat.rank == 0 else None
             is_last = bool(self._peers.from_rank_zero(int(stop is not None))) or is_last
-            self._next_window = _Window(self._clock())
+            self._next_window = Window(self._clock())
         if (is_last or self._pace.is_due(done)) and self._logged < done:
             begun = self._clock()
             self._submit()
@@ -325,7 +356,9 @@ class RankTrainer:
         loss = total / tokens_seen
         # A figure that is no number can neither be recorded nor compared.
         if not math.isfinite(loss):
-            raise NonFiniteLossError(self._applied - 1, "the held-out loss", loss)
+            what = f"training stopped: the held-out loss is {loss} at step {self._applied - 1}"
+            fix = "look at the held-out data and at the losses before; lower train.optimizer.lr"
+            raise NonFiniteLossError(what, fix, self._applied - 1)
         self._eval_loss = self._applied, loss
         self._window = self._window.spent("eval", self._clock() - begun)
 
@@ -339,11 +372,13 @@ class RankTrainer:
         names = ("data", "compute", "communication", "checkpoint", "eval")
         seconds = {f"{name}_s": window.seconds.get(name, 0.0) for name in names}
         lr = learning_rate(done - 1, train.steps, train.optimizer.lr, train.schedule)
+        loss = loss_sum / tokens if tokens else None
         return StepRow(
-            self._attempt, done, loss_sum / tokens, self._grad_norm, lr, tokens / elapsed,
+            self._attempt, done, loss, self._grad_norm, lr, tokens / elapsed,
             flops / elapsed / self._peak, **seconds, eval_loss=self._eval_loss_at(done),
             weights=mixer.weights if mixer and self._has_decided else None,
             domain_losses=mixer.losses if mixer and self._has_decided else None,
+            skipped_steps=self._guard.count,
         )  # fmt: skip
 
     def _submit(self) -> None:
@@ -354,6 +389,8 @@ class RankTrainer:
         meta: dict[str, Any] = {} if loss is None else {"eval_loss": loss}
         if self._mixer:
             meta["mixer"] = self._mixer.state(self._peers.sums(self._mixer.sums()))
+        if self._guard.count:
+            meta["skipped"] = self._guard.state()
         samples = np.stack([self._ids[step] for step in range(self._logged, done)])
         snapshotter.begin(
             Snapshot(
@@ -380,7 +417,7 @@ class RankTrainer:
         seed, rank = self._spec.train.seed, self._seat.rank
         # At a resize a rank's stream begins anew: by seed, rank and step, and nothing else.
         torch.manual_seed((seed * 1_000_003 + rank + start * 7_368_787) % _MAX_SEED)
-        self._window = _Window(self._clock())
+        self._window = Window(self._clock())
         self._pace = SnapshotPace(self._spec.train.checkpoint, start, self._clock)
         if checkpoint is not None:
             self._load(checkpoint)
@@ -395,6 +432,7 @@ class RankTrainer:
             torch.set_rng_state(torch.from_numpy(np.array(state, copy=True)))
         if self._mixer:
             self._mixer.load_state(checkpoint.meta["mixer"], is_first=rank == 0)
+        self._guard.load_state(checkpoint.meta.get("skipped"))
         self._applied = self._settled = self._logged = checkpoint.step
 
     def _agree(self, start: int) -> None:
@@ -436,14 +474,17 @@ class RankTrainer:
         self._grad_norm, self._peak = common["grad_norm"], common["peak"]
         self._has_decided = common["has_decided"]
         self._pace.set_state(common["pace"])
-        self._window = _Window(self._clock() - common["elapsed_s"], **entry.window)
+        self._guard.load_state(common["skipped"])
+        is_skipped = self._guard.skipped_at(bond.done - 1) is not None
+        began = self._clock() - common["elapsed_s"]
+        self._window = Window.noted(entry, began, is_skipped=is_skipped)
         is_row_settled = bond.settled == bond.done and self._is_row_due(bond.done)
-        self._next_window = _Window(self._clock()) if is_row_settled else None
+        self._next_window = Window(self._clock()) if is_row_settled else None
         if self._mixer:
             self._mixer.load_state(common["mixer"], is_first=True)
             # What a decision has used up is no longer counted.
             if self._mixer.decisions == entry.decisions:
-                self._mixer.set_sums(np.array(entry.sums, dtype=np.int64))
+                self._mixer.set_sums(noted_sums(entry, is_skipped=is_skipped))
         self._is_whole = True
 
     def _common(self) -> dict[str, Any]:
@@ -452,20 +493,30 @@ class RankTrainer:
         return {
             "eval_loss": self._eval_loss, "grad_norm": self._grad_norm, "peak": self._peak,
             "has_decided": self._has_decided, "elapsed_s": self._clock() - self._window.began,
-            "pace": self._pace.state(),
+            "pace": self._pace.state(), "skipped": self._guard.state(),
             "mixer": mixer.state(np.zeros_like(mixer.sums())) if mixer else None,
         }  # fmt: skip
 
+    def _note_start(self) -> None:
+        """Note the state that is gone on from."""
+        if self._journal is None:
+            return
+        for step, ids in self._ids.items():
+            self._journal.keep_ids(step, ids)
+        self._note(self._applied, self._window)
+        self.is_noted = True
+
     def _note(
-        self, done: int, window: _Window, sums: np.ndarray | None, ids: np.ndarray | None = None
+        self, done: int, window: Window, gain: Gain | None = None, ids: np.ndarray | None = None
     ) -> None:
         if self._journal is None:
             return
-        counted = {name: value for name, value in asdict(window).items() if name != "began"}
-        decisions = self._mixer.decisions if self._mixer else 0
+        decisions, sums = 0, None
+        if self._mixer:
+            decisions, sums = self._mixer.decisions, self._mixer.sums().tolist()
         rng = torch.get_rng_state().numpy().tobytes()
-        listed = None if sums is None else sums.tolist()
-        self._journal.write(Entry(done, rng, counted, decisions, listed), ids)
+        gained = gain.state() if gain else None
+        self._journal.write(Entry(done, rng, window.state(), decisions, sums, gained), ids)
 
     def _is_eval_due(self, done: int) -> bool:
         return done == self._spec.train.steps or done % self._spec.train.eval.every_steps == 0
@@ -475,17 +526,6 @@ class RankTrainer:
 
     def _eval_loss_at(self, done: int) -> float | None:
         return self._eval_loss[1] if self._eval_loss and self._eval_loss[0] == done else None
-
-
-def measure_peak_flops(device: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """FLOP/s of a plain fp32 matrix product on the threads training uses: the yardstick of MFU."""
-    a = torch.ones(_PEAK_SIZE, _PEAK_SIZE, device=device)
-    best = float("inf")
-    for _ in range(_PEAK_ROUNDS):
-        begun = clock()
-        float((a @ a)[0, 0].item())  # item() waits for the device
-        best = min(best, clock() - begun)
-    return 2 * float(_PEAK_SIZE) ** 3 / best
 
 
 def _rng_name(rank: int) -> str:

@@ -25,13 +25,13 @@ from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.collectives import PeerLostError
 from eagleray.actors.trainer.journal import StepJournal
 from eagleray.actors.trainer.loop import PausedError, RankTrainer, StateLostError
+from eagleray.actors.trainer.memory_needs import asked_for, is_out_of_memory, out_of_memory
 from eagleray.actors.trainer.process_group import Address, Group, set_device
 from eagleray.actors.trainer.recorder import Fatal
 from eagleray.actors.trainer.recorder_actor import CALL_TIMEOUT_S, RecorderClient
 from eagleray.actors.trainer.run_actors import RunActors
 from eagleray.actors.trainer.seams import BatchSource, LoopSpec
 from eagleray.actors.trainer.seating import End, Outcome, Plan
-from eagleray.actors.trainer.stepper import NonFiniteLossError
 from eagleray.platform.errors import EagleRayError, ServiceError
 from eagleray.platform.telemetry import bind_log_context, configure_logging
 
@@ -168,15 +168,12 @@ class TrainProcess:
         except ServiceError as error:
             # A dead or slow actor may be back at the next attempt.
             return self._interrupted(End.INTERRUPTED, trainer, error.what, is_own=True)
-        except NonFiniteLossError as error:
-            fix = (
-                "lower train.optimizer.lr or train.clip_grad_norm, or look at the data of that step"
-            )
-            self._fail(Fatal(type(error).__name__, f"training stopped: {error}", fix, 1))
-            return Outcome(End.FAILED, message=str(error))
         except EagleRayError as error:
-            self._fail(Fatal(type(error).__name__, error.what, error.fix, error.exit_code))
-            return Outcome(End.FAILED, message=error.what)
+            return self._failed(error)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._starved(error, trainer)
         finally:
             group.leave()
             self._paused.clear()
@@ -225,8 +222,24 @@ class TrainProcess:
         said = message if is_own else ""
         return Outcome(end, trainer.standing, trainer.is_noted, said)
 
-    def _fail(self, fatal: Fatal) -> None:
+    def _failed(self, error: EagleRayError) -> Outcome:
+        fatal = Fatal(type(error).__name__, error.what, error.fix, error.exit_code)
         self._recorder.ask("fail", fatal)
+        return Outcome(End.FAILED, message=error.what)
+
+    def _starved(self, error: Exception, trainer: RankTrainer | None) -> Outcome:
+        """How an attempt ends in which memory could not be had.
+
+        Where not even the first step of the attempt found room, the next attempt will not either.
+        """
+        asked = asked_for(str(error))
+        what = f"an allocation of {asked}" if asked else "an allocation"
+        cause = f"{what} failed ({type(error).__name__})"
+        named = out_of_memory(cause, self._spec)
+        if trainer is None or not trainer.has_stepped:
+            return self._failed(named)
+        trainer.abandon()
+        return self._interrupted(End.INTERRUPTED, trainer, named.what, is_own=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.errors import StorageError
 from eagleray.platform.runs import RunStatus, RunStore
@@ -22,6 +23,7 @@ from eagleray.platform.telemetry import (
     TRAIN_LOSS,
     TRAIN_MFU,
     TRAIN_RESTARTS,
+    TRAIN_SKIPPED,
     TRAIN_SPENT,
     TRAIN_STEP,
     TRAIN_THROUGHPUT,
@@ -31,6 +33,8 @@ from eagleray.platform.telemetry import (
 )
 
 logger = logging.getLogger(__name__)
+
+_SKIPPED, _REWOUND = "batch_skipped", "rewound"
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class _Memory:
     rows: list[StepRow] = field(default_factory=list)
     workers: dict[int, WorkerInfo] = field(default_factory=dict)
     first_row_at: dict[int, float] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+    rewound: dict[int, Poison] = field(default_factory=dict)
     stop_reason: str | None = None
     fatal: Fatal | None = None
 
@@ -104,6 +110,11 @@ class RunRecorder:
         for event in runs.events(run_id):
             if event["event"] == "attempt":
                 self._memory.attempt, self._memory.token = event["attempt"], event["token"]
+            elif event["event"] == _SKIPPED:
+                self._memory.skipped.add(event["step"])
+            elif event["event"] == _REWOUND:
+                poison = Poison(event["step"], event["what"], float(event["value"]))
+                self._memory.rewound[poison.step] = poison
         for kept in runs.metrics(run_id):
             time_s = kept.pop("time_s")
             self._remember(StepRow(**kept), time_s)
@@ -150,6 +161,23 @@ class RunRecorder:
         )
         self._sink.add(TRAIN_FAULTS, run=self._run_id)
 
+    def skipped(self, poison: Poison) -> None:
+        """Note that the update of a step was skipped; a step that is done again counts once."""
+        if poison.step not in self._memory.skipped:
+            self._memory.skipped.add(poison.step)
+            self._add_poison(_SKIPPED, poison)
+            self._sink.add(TRAIN_SKIPPED, run=self._run_id)
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        """Note that training went back to the state after `to_step` steps because of a step."""
+        if poison.step not in self._memory.rewound:
+            self._memory.rewound[poison.step] = poison
+            self._add_poison(_REWOUND, poison, from_step=poison.step, to_step=to_step)
+
+    def rewinds(self) -> list[Poison]:
+        """What the run was rewound for, in any attempt."""
+        return list(self._memory.rewound.values())
+
     def fail(self, fatal: Fatal) -> None:
         """Note a failure that no retry can mend; the first one counts."""
         if self._memory.fatal is None:
@@ -184,6 +212,14 @@ class RunRecorder:
         """Keep an event of another part of the run."""
         self._runs.add_event(self._run_id, event, **details)
 
+    def _add_poison(self, event: str, poison: Poison, **details: int) -> None:
+        step, what, value = poison.listed()
+        logger.warning("%s: step=%d what=%r value=%s %s", event, step, what, value, details or "")
+        self._runs.add_event(
+            self._run_id, event, attempt=self._memory.attempt, step=step, what=what, value=value,
+            **details,
+        )  # fmt: skip
+
     def _write_rows(self, step: int) -> None:
         """Write what is not yet on storage; a run does not end because its figures find no room."""
         try:
@@ -204,7 +240,8 @@ class RunRecorder:
 
     def _measure(self, row: StepRow) -> None:
         sink, run = self._sink, self._run_id
-        sink.set(TRAIN_LOSS, row.loss, run=run)
+        if row.loss is not None:
+            sink.set(TRAIN_LOSS, row.loss, run=run)
         sink.set(TRAIN_THROUGHPUT, row.tokens_per_s, run=run)
         sink.set(TRAIN_MFU, row.mfu, run=run)
         sink.set(TRAIN_STEP, row.step, run=run)

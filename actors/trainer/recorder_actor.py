@@ -10,6 +10,7 @@ import ray
 from eagleray.actors.nodes import beside_this_process
 from eagleray.actors.rpc import call
 from eagleray.actors.telemetry import RaySink
+from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.recorder import RunRecorder, WorkerInfo
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.runs import RunStore
@@ -67,6 +68,19 @@ class RecorderClient:
         reason: str | None = self.ask("report", row)
         bind_log_context(step=row.step)
         return reason
+
+    def skipped(self, poison: Poison) -> None:
+        """Note that the update of a step was skipped."""
+        self.ask("skipped", poison)
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        """Note that training went back to an earlier state."""
+        self.ask("rewound", poison, to_step)
+
+    def rewinds(self) -> list[Poison]:
+        """What the run has been rewound for so far."""
+        rewinds: list[Poison] = self.ask("rewinds")
+        return rewinds
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call any method of the recorder."""

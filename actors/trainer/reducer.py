@@ -18,17 +18,19 @@ from torch import nn
 from eagleray.actors.trainer.collectives import Collectives, Pending
 from eagleray.actors.trainer.seams import Seat
 
+_NUM_VALUES = 2
 _BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough to overlap
 
 
 class _Bucket:
     """Parameters whose gradients travel as one flat buffer."""
 
-    def __init__(self, parameters: list[nn.Parameter], num_votes: int = 0) -> None:
+    def __init__(self, parameters: list[nn.Parameter], num_values: int = 0) -> None:
         self.parameters = parameters
         first = parameters[0]
-        size = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(size + num_votes, dtype=first.dtype, device=first.device)
+        # Behind the gradients, numbers that are averaged with them.
+        size = sum(parameter.numel() for parameter in parameters) + num_values
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.views: list[torch.Tensor] = []
         offset = 0
         for parameter in parameters:
@@ -71,7 +73,7 @@ class GradientReducer:
         # Backward reaches the last layers first: their bucket is complete, and on its way, first.
         groups = _grouped(list(parameters)[::-1], bucket_bytes)
         for group in groups:
-            bucket = _Bucket(group, num_votes=int(group is groups[-1]))
+            bucket = _Bucket(group, num_values=_NUM_VALUES if group is groups[-1] else 0)
             self._buckets.append(bucket)
             for parameter in group:
                 hook = self._hook(bucket)
@@ -102,20 +104,25 @@ class GradientReducer:
                     bucket.work.wait()
                 bucket.work = None
 
-    def wait(self, *, vote: bool = False) -> bool:
+    def wait(self, loss: float = 0.0, *, vote: bool = False) -> tuple[float, bool]:
         """Block until all gradients hold the average over the ranks.
 
+        Args:
+            loss: Of this rank.
+            vote: What this rank wishes.
+
         Returns:
-            Whether any rank gave its vote; the same on all of them.
+            The average of the losses, to the precision of a gradient, and whether any rank gave its
+            vote; the same on all of them.
 
         Raises:
             PeerLostError: A peer is gone.
         """
         self._armed = False
         if not self._buckets:
-            return vote
-        last = self._buckets[-1].flat
-        last[-1] = float(vote)
+            return loss, vote
+        values = self._buckets[-1].flat[-_NUM_VALUES:]
+        values[0], values[1] = loss, float(vote)
         # The last one, and what a parameter without gradient held up.
         while self._num_sent < len(self._buckets):
             self._send_next()
@@ -125,7 +132,8 @@ class GradientReducer:
             bucket.flat /= self._world_size
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
-        return bool(last[-1].item() > 0)
+        mean, votes = values.tolist()
+        return float(mean), votes > 0
 
     def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]  # torch's own hook type
         def ready(_: nn.Parameter) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import MixerSpec
 from eagleray.actors.data.mixture import Mixture
+from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.config import TrainConfig
 from eagleray.platform.model.config import DecoderConfig
@@ -83,6 +84,15 @@ class Reporter(Protocol):
 
     def report(self, row: StepRow) -> str | None:
         """Take one row of figures; a reason if training is to stop after this step."""
+
+    def skipped(self, poison: Poison) -> None:
+        """Rank 0: the update of a step was skipped; may be told more than once."""
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        """Rank 0: training goes on from an earlier state; may be told more than once."""
+
+    def rewinds(self) -> list[Poison]:
+        """What the run has been rewound for so far, in any attempt."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from eagleray.actors.trainer.collectives import Collectives
 from eagleray.actors.trainer.device_feed import DeviceFeed
+from eagleray.actors.trainer.non_finite import poison_of, stopped_by
 from eagleray.actors.trainer.reducer import GradientReducer
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.platform.config import AdamWConfig, TrainConfig
@@ -28,7 +29,8 @@ class StepResult:
     loss_sum: float
     tokens: int
     grad_norm: float
-    lr: float
+    is_applied: bool
+    """The update; if not, weights and optimizer are as before the step."""
     compute_s: float
     communication_s: float
     before_update_s: float
@@ -46,15 +48,21 @@ class Losses:
     """Mean loss of each sequence, float64, if it was asked for."""
 
 
-class NonFiniteLossError(RuntimeError):
-    """The loss, held-out loss or gradient is NaN or infinite; the state is not to be kept."""
+Admits = Callable[[int, float, float], bool]
+"""Whether a step's update is to be applied, by its number, loss and gradient norm over all ranks;
+alike on every rank."""
 
-    def __init__(self, step: int, what: str, value: float) -> None:
-        super().__init__(step, what, value)
-        self.step, self.what, self.value = step, what, value
 
-    def __str__(self) -> str:
-        return f"{self.what} is {self.value} at step {self.step}"
+def if_finite(step: int, loss: float, grad_norm: float) -> bool:
+    """Admit each step whose figures are finite.
+
+    Raises:
+        NonFiniteLossError: One of them is not.
+    """
+    poison = poison_of(step, loss, grad_norm)
+    if poison is not None:
+        raise stopped_by(poison)
+    return True
 
 
 class Stepper:
@@ -93,6 +101,7 @@ class Stepper:
         note: Callable[[Losses], None] = lambda _: None,
         *,
         wants_losses: bool = False,
+        admits: Admits = if_finite,
     ) -> StepResult:
         """Train on this rank's part of the global batch.
 
@@ -101,9 +110,7 @@ class Stepper:
             tokens_BT1: int32 [B, T + 1]: inputs and, shifted by one, targets.
             note: Called before any rank can finish the step.
             wants_losses: Give `note` the loss of each sequence as well.
-
-        Raises:
-            NonFiniteLossError: The loss or gradient norm is not a finite number.
+            admits: Decides about the update; what it raises ends the step without one.
         """
         started = self._clock()
         tokens = self._feed.put(tokens_BT1)
@@ -122,25 +129,28 @@ class Stepper:
         by_sequence = torch.cat(losses).double().cpu().numpy() if wants_losses else None
         note(Losses(loss_sum, count, by_sequence))
         computed = self._clock()
-        is_pause = self._reducer.wait(vote=self.wants_pause())
+        mean_loss, is_pause = self._reducer.wait(loss_sum / count, vote=self.wants_pause())
         reduced = self._clock()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm).item()
         joining = self._clock()
         # Also where the loss is no number: the state that is being copied is from before it.
         self.before_update()
         joined = self._clock()
-        # The norm is that of the averaged gradient, so every rank decides alike.
-        if not np.isfinite(norm):
-            raise NonFiniteLossError(step, "the gradient norm", norm)
+        is_applied = admits(step, mean_loss, norm)
+        if is_applied:
+            self._update(step)
+        ended = self._clock()
+        compute_s = (computed - started) + (joining - reduced) + (ended - joined)
+        return StepResult(
+            loss_sum, count, norm, is_applied, compute_s, reduced - computed, joined - joining,
+            is_pause,
+        )  # fmt: skip
+
+    def _update(self, step: int) -> None:
         lr = learning_rate(step, self.config.steps, self.config.optimizer.lr, self.config.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        ended = self._clock()
-        compute_s = (computed - started) + (joining - reduced) + (ended - joined)
-        return StepResult(
-            loss_sum, count, norm, lr, compute_s, reduced - computed, joined - joining, is_pause
-        )
 
     def drop(self) -> None:
         """Forget a step that a lost peer has interrupted; model and optimizer are as before it."""

@@ -30,8 +30,9 @@ from eagleray.actors.data.loader_actor import LoaderSpec, create_loader
 from eagleray.actors.data.mixing import mixture_for
 from eagleray.actors.nodes import alive_nodes
 from eagleray.actors.rpc import call
-from eagleray.actors.trainer.controller_parts import FaultCallback, Patience
+from eagleray.actors.trainer.controller_parts import FaultCallback, GivenUp, Patience
 from eagleray.actors.trainer.elastic import ElasticPolicy, Sizer
+from eagleray.actors.trainer.failures import Limits
 from eagleray.actors.trainer.gang import GangOptions, create_gang
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.ray_trainer import EndableTrainer
@@ -102,7 +103,7 @@ class Training:
         self._actors = _create_actors(config, storage, run_id, dataset, redis_url)
         self._recorder = RecorderClient(self._actors.recorder)
         train, stacks = config.train, storage.path("runs", run_id, "stacks")
-        options = GangOptions(train.max_failures, train.spares, stacks)
+        options = GangOptions(Limits.of(train), train.spares, stacks)
         self._gang = create_gang(run_id, options)
         self._error: BaseException | None = None
         self._trainer = self._make_trainer()
@@ -127,7 +128,7 @@ class Training:
 
         Raises:
             FatalRunError: It met a failure that no retry can mend.
-            RunFailedError: Its workers died more often than `train.max_failures`.
+            RunFailedError: More ended than `train.max_failures` and its like forgive.
         """
         try:
             with interruption_deferred() as raise_waiting:
@@ -228,7 +229,12 @@ class Training:
             scaling_policy=ElasticPolicy(
                 scaling, sizer, name, self._gang, has_autoscaler=not _is_fixed()
             ),
-            failure_policy=Patience(failures, max(1, math.ceil(waits))),
+            failure_policy=Patience(
+                failures,
+                max(1, math.ceil(waits)),
+                Limits.of(train),
+                GivenUp(self._actors.recorder, self._run_id),
+            ),
             # The processes that train meet by themselves.
             backend_config=BackendConfig(),
             scaling_config=scaling,
@@ -259,7 +265,11 @@ class Training:
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, WorkerGroupError):
             failures = sorted(error.worker_failures.items())[:_RANKS_SHOWN]
-            return "; ".join(f"rank {rank}: {_last_line(failure)}" for rank, failure in failures)
+            told = {rank: _last_line(failure) for rank, failure in failures}
+            # All say the same where the gang has ended the run.
+            if len(set(told.values())) == 1:
+                return next(iter(told.values()))
+            return "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
         if isinstance(error, ControllerError):
             error = error.controller_failure
         if isinstance(error, WorkerGroupStartupTimeoutError):

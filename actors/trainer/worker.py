@@ -21,6 +21,7 @@ import ray.train
 
 from eagleray.actors.rpc import call, result
 from eagleray.actors.trainer.journal import StepJournal
+from eagleray.actors.trainer.oom_kills import OomKills
 from eagleray.actors.trainer.run_actors import RunActors
 from eagleray.actors.trainer.seams import LoopSpec
 from eagleray.actors.trainer.seating import KEPT_JOURNALS, Place, Verdict
@@ -34,6 +35,7 @@ _LOOK_S = 0.25
 STACKS = "stacks"
 """Folder in a run's, for the stacks of processes that hang."""
 _GANG = "the answer of the run's gang"
+_STOPPED, _GONE = ("T", "t"), ("", "Z", "X")
 _STOPPED_S = 1.0
 """A process that is stopped for longer is taken for dead; a debugger's stops are, too."""
 
@@ -54,6 +56,7 @@ class Watch:
     pid: int
     journal: StepJournal | None
     step_timeout_s: float
+    oom_kills: OomKills | None = None
     _newest: int = -1
     _changed: float = field(default_factory=time.monotonic)
     _stopped: float | None = None
@@ -61,7 +64,7 @@ class Watch:
     def look(self) -> str:
         """`stopped`, `stuck`, or nothing if all is well."""
         now = time.monotonic()
-        if _is_stopped(self.pid):
+        if _state(self.pid) in _STOPPED:
             self._stopped = self._stopped or now
             if now - self._stopped >= _STOPPED_S:
                 return "stopped"
@@ -75,6 +78,13 @@ class Watch:
             self._changed = now
             return "stuck"
         return ""
+
+    def is_killed_for_memory(self) -> bool:
+        """Whether the process is gone, and the kernel's OOM killer was at work; told once."""
+        if self.oom_kills is None or _state(self.pid) not in _GONE:
+            return False
+        is_risen, self.oom_kills = self.oom_kills.risen(), None
+        return is_risen
 
 
 def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
@@ -110,6 +120,7 @@ def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
         if seated in ready:
             sits: tuple[int, str] | None = result(seated, timeout_s=_CALL_S, what=_GANG)
             if sits is not None:
+                _tell_if_killed_for_memory(watch, gang, rank)
                 watch = _opened(sits[0], sits[1], step_timeout_s)
                 if watch.journal is not None:
                     held.appendleft(watch.journal)
@@ -118,9 +129,12 @@ def train_worker(spec: LoopSpec, actors: RunActors, gang: Any) -> None:
                     if len(held) > KEPT_JOURNALS + 1:
                         held.pop().close()
             seated = gang.seated.remote(name, rank, watch.pid)
+        _tell_if_killed_for_memory(watch, gang, rank)
         state = watch.look()
         if state == "stopped":
             logger.error("process %d is stopped: killed, so that another can go on", watch.pid)
+            # Before it dies, so that its death is known for a hang.
+            call(gang.stopped, watch.pid, timeout_s=_CALL_S, what=_GANG)
             _signal(watch.pid, signal.SIGKILL)
         elif state == "stuck":
             _end_if_stuck(watch, gang, name, rank, actors.recorder)
@@ -143,8 +157,14 @@ def _end_if_stuck(watch: Watch, gang: Any, name: str, rank: int, recorder: Any) 
         _signal(watch.pid, signal.SIGKILL)
 
 
+def _tell_if_killed_for_memory(watch: Watch, gang: Any, rank: int) -> None:
+    if watch.is_killed_for_memory():
+        logger.error("process %d was ended by the kernel's out-of-memory killer", watch.pid)
+        gang.killed_for_memory.remote(rank, watch.pid)
+
+
 def _opened(pid: int, journal: str, step_timeout_s: float) -> Watch:
-    return Watch(pid, StepJournal.open(journal), step_timeout_s)
+    return Watch(pid, StepJournal.open(journal), step_timeout_s, OomKills(pid))
 
 
 def _attempt_name() -> str:
@@ -152,15 +172,16 @@ def _attempt_name() -> str:
     return str(group.id.hex()) if group else ""
 
 
-def _is_stopped(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """A letter, see proc(5); empty if there is no such process."""
     if not pid:
-        return False
+        return ""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
+        return ""
     # The name before it is in parentheses, and may hold any character.
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
+    return status.rpartition(")")[2].split()[0]
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

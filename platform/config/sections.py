@@ -166,6 +166,16 @@ class TrainEvalConfig(Section):
     num_batches: int = Field(default=4, ge=1)
 
 
+class NonFiniteConfig(Section):
+    """What becomes of a step whose loss or gradient norm is NaN or infinite."""
+
+    action: Literal["stop", "skip", "rewind"] = "stop"
+    """stop: the run ends. skip: weights and optimizer stay as they are, the batch counts as used.
+    rewind: on from the newest snapshot; where the same step is met again, it is skipped."""
+    max_steps: int = Field(default=3, ge=1)
+    """So many in a row may be skipped; one more ends the run."""
+
+
 class TrainConfig(Section):
     """One training run."""
 
@@ -190,9 +200,14 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     eval: TrainEvalConfig = TrainEvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    non_finite: NonFiniteConfig = NonFiniteConfig()
     log_every_steps: int = Field(default=5, ge=1)
     max_failures: int = Field(default=3, ge=0)
-    """Worker deaths after which the run is given up."""
+    """So many deaths of training processes, and of Ray Train's workers, are forgiven."""
+    max_hangs: int = Field(default=3, ge=0)
+    """So many processes that were stopped or made no progress, and were killed, are forgiven."""
+    max_preemptions: int | None = Field(default=None, ge=0)
+    """So many losses of nodes are forgiven; null: any number."""
     spares: int = Field(default=1, ge=0, le=64)
     """Warm processes on each node that take a dead worker's place at once; each takes as much
     memory as a worker. 0: a new process is started, which takes seconds."""

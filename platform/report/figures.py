@@ -43,6 +43,8 @@ class Summary:
     samples: int | None
     missing: int | None
     doubled: int | None
+    skipped_steps: int
+    """Steps behind the newest row whose update was skipped, as something was not finite."""
     time_shares: dict[str, float]
 
 
@@ -105,6 +107,7 @@ def _training(facts: RunFacts) -> Summary:
         samples=audit.get("samples"),
         missing=audit.get("missing"),
         doubled=audit.get("doubled"),
+        skipped_steps=results.get("skipped_steps", rows[-1].skipped_steps if rows else 0),
         time_shares={part: seconds / whole for part, seconds in totals.items()} if whole else {},
     )
 

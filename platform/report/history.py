@@ -44,6 +44,8 @@ class Row:
     parts_s: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     """Of each domain, where a mixture that follows the losses decided."""
+    skipped_steps: int = 0
+    """Steps so far whose update was skipped, as something was not finite."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,7 @@ def _row(entry: dict[str, Any]) -> Row | None:
         _figure(entry, "grad_norm"), _figure(entry, "lr"), _figure(entry, "tokens_per_s"),
         _figure(entry, "mfu"), {part: max(0.0, _figure(entry, f"{part}_s")) for part in PARTS},
         {str(name): float(w) for name, w in (entry.get("weights") or {}).items() if _is_number(w)},
+        int(_figure(entry, "skipped_steps")),
     )  # fmt: skip
 
 

@@ -58,6 +58,8 @@ def training_tiles(facts: RunFacts, summary: Summary) -> list[Tile]:
         tiles.append(Tile("Goodput", percent(summary.goodput), "of wall time in steps that count"))
     if summary.num_parameters:
         tiles.append(Tile("Parameters", compact(summary.num_parameters), _shape(facts)))
+    if summary.skipped_steps:
+        tiles.append(Tile("Skipped", f"{summary.skipped_steps:,}", "steps not finite", "warn"))
     tiles.append(_faults(summary))
     if facts.history.checkpoints:
         last = facts.history.checkpoints[-1].step

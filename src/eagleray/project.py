@@ -56,6 +56,8 @@ class TrainedRun:
     doubled: int
     attempts: int
     seconds: float
+    skipped_steps: int = 0
+    """Steps whose update was skipped, as loss or gradient was not finite."""
 
 
 class Project:
@@ -338,7 +340,7 @@ class Project:
         seen = finished.audit
         run = TrainedRun(
             run_id, seen.steps, finished.model, finished.eval_loss, seen.samples, seen.missing,
-            seen.doubled, attempts, time.monotonic() - started,
+            seen.doubled, attempts, time.monotonic() - started, finished.skipped_steps,
         )  # fmt: skip
         self.runs.update(
             run_id,
@@ -411,4 +413,5 @@ def _results(run: TrainedRun, record: str) -> dict[str, Any]:
         "doubled": run.doubled,
         "attempts": run.attempts,
         "seconds": run.seconds,
+        "skipped_steps": run.skipped_steps,
     }

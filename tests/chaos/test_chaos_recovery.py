@@ -8,6 +8,7 @@ import pytest
 from tests.chaos.runs import assert_same
 
 from eagleray.actors.chaos import ChaosPlan, Injector
+from eagleray.platform.errors import RunFailedError
 from eagleray.project import Project, TrainedRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
@@ -21,6 +22,19 @@ def train(project: Project, *faults: dict[str, Any]) -> tuple[TrainedRun, Inject
     assert injector.waiting == 0
     assert len(injector.fired) == len(faults)
     return run, injector
+
+
+def test_a_stopped_process_counts_as_a_hang_and_not_as_a_death(make_project: MakeProject) -> None:
+    project = make_project("train.max_failures=0", "train.max_hangs=1", "train.spares=0")
+    stops = [{"kind": "stop", "role": "process", "rank": rank, "step": 20} for rank in (1, 0)]
+    injector = Injector(ChaosPlan.model_validate({"faults": stops}))
+    with pytest.raises(RunFailedError, match=r"2 hangs, more than train\.max_hangs = 1") as caught:
+        project.train(injector)
+    assert "resume" in caught.value.fix
+    (state,) = project.runs.all()
+    messages = [e["message"] for e in project.runs.events(state.run_id) if e["event"] == "fault"]
+    told = "its process was stopped and was killed"
+    assert messages[:2] == [f"rank 1: {told}", f"rank 0: {told}"]
 
 
 def trained(project: Project, run: TrainedRun) -> list[tuple[int, int]]:

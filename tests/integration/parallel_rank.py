@@ -19,6 +19,7 @@ from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.checkpoint.store import CheckpointStore
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.trainer.loop import run_loop
+from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.platform.config import CheckpointConfig, ProjectConfig, with_overrides
@@ -99,6 +100,15 @@ class Reporter:
 
     def started(self, attempt: int, step: int) -> None:
         """Nobody asks."""
+
+    def skipped(self, poison: Poison) -> None:
+        """Nothing is skipped."""
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        """Nothing is rewound."""
+
+    def rewinds(self) -> list[Poison]:
+        return []
 
     def report(self, row: StepRow) -> str | None:
         with self._rows.open("a") as file:

@@ -39,7 +39,7 @@ def run(
     A plan has `faults`, each with kind (kill, stop, hang), role (process, worker, node, gang,
     store, recorder, loader, evictor, controller), rank and step, and a `storm` with roles, every_s
     and count; `seed` makes it the same each time. Only processes of this run are struck. Deaths
-    count against train.max_failures.
+    count against train.max_failures, stopped and hung processes against train.max_hangs.
 
     Example: eagleray chaos run faults.yaml train.max_failures=20
     """

@@ -133,7 +133,9 @@ class RunFollower:
             held_out = "" if row.eval_loss is None else f"  held-out {row.eval_loss:.3f}"
             self._held_out = held_out or self._held_out  # The bar keeps showing the newest.
             mfu = "" if self._is_narrow else f"  MFU {row.mfu:.0%}"
-            figures = f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tok/s{mfu}"
+            loss = "-" if row.loss is None else f"{row.loss:.3f}"
+            skipped = f"  {row.skipped_steps} skipped" if row.skipped_steps else ""
+            figures = f"loss {loss}  {row.tokens_per_s:,.0f} tok/s{mfu}{skipped}"
             self._bar.update(self._task, completed=row.step, figures=figures + self._held_out)
             if not console.is_terminal:
                 self._line(f"step {row.step}  {figures}{held_out}")
@@ -167,6 +169,7 @@ def _summary(run: TrainedRun, as_json: bool) -> None:
             ["model", run.model.spec if run.model else ""],
             ["held-out loss", "" if run.eval_loss is None else f"{run.eval_loss:.4f} nats/token"],
             ["samples", f"{run.samples:,} (missing {run.missing}, doubled {run.doubled})"],
+            *([["skipped steps", run.skipped_steps]] if run.skipped_steps else []),
             ["attempts", run.attempts],
             ["seconds", f"{run.seconds:.1f}"],
         ]

@@ -25,14 +25,18 @@ from eagleray.actors.data.order import mixed_batch_ids
 from eagleray.actors.trainer.collectives import Collectives, PeerLostError
 from eagleray.actors.trainer.journal import StepJournal
 from eagleray.actors.trainer.loop import PausedError, RankTrainer, StateLostError
+from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.seams import LoopSpec, Seat, Standing
 from eagleray.actors.trainer.seating import bond_of
 from eagleray.actors.trainer.step_row import StepRow
+from eagleray.actors.trainer.stepper import Stepper
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.errors import ServiceError
 from eagleray.platform.storage import Storage
 
 SIZES = (60, 40)
+POISON = 50
+"""A token; the loss of a sequence that begins with it is NaN."""
 _SEED = 3
 _JOURNAL_ROWS = 64
 _LEFT = int | PeerLostError | PausedError | StateLostError | ServiceError
@@ -205,20 +209,33 @@ class Batch:
     tokens: np.ndarray
 
 
+class PoisonableStepper(Stepper):
+    """Knows POISON."""
+
+    def _losses(self, tokens_BT1: torch.Tensor) -> torch.Tensor:
+        factor_B = torch.where(tokens_BT1[:, 0] == POISON, float("nan"), 1.0)
+        return super()._losses(tokens_BT1) * factor_B
+
+
 @dataclass
 class Source:
-    """Batches of one rank, of two domains."""
+    """Batches of one rank, of two domains; one sequence of the last rank may be poisonous."""
 
     schedule: Schedule
     rank: int
     batch_size: int
     seq_len: int
+    poisoned: frozenset[int] = frozenset()
+    """Steps."""
 
     def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None) -> Batch:
         self.schedule.point(self.rank)
         assert mixture is not None
         ids = np.split(mixed_batch_ids(_SEED, SIZES, mixture, step, self.batch_size), world_size)
-        return Batch(ids[rank], self._tokens(ids[rank]))
+        tokens = self._tokens(ids[rank])
+        if step in self.poisoned and rank == world_size - 1:
+            tokens[-1, 0] = POISON
+        return Batch(ids[rank], tokens)
 
     def eval_batch(self, index: int) -> np.ndarray:
         self.schedule.point(self.rank)
@@ -239,11 +256,16 @@ class Run:
     world_size: int
     store_loss: float = 0.0
     """Chance that the checkpoint store dies between two attempts."""
+    poisoned: frozenset[int] = frozenset()
+    """Steps."""
     pause_rate: float = 0.0
     """Chance of each step of a rank that it wishes a pause."""
     sizes: tuple[int, ...] = ()
     """Numbers of ranks; one of them is drawn after each pause."""
     rows: dict[int, StepRow] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+    rewound: dict[Poison, int] = field(default_factory=dict)
+    """What was not finite -> after which step the run went on."""
     attempts: int = 0
     starts: dict[int, int] = field(default_factory=dict)
     """Attempt -> the step after which it went on."""
@@ -307,7 +329,7 @@ class Run:
             def live() -> int:
                 return each.trainer.run(
                     seat,
-                    Source(self.schedule, rank, train.batch_size, self.spec.seq_len),
+                    Source(self.schedule, rank, train.batch_size, self.spec.seq_len, self.poisoned),
                     _Sink(store, self.schedule, rank),
                     _Reporter(self, rank),
                     bond,
@@ -391,6 +413,18 @@ class _Reporter:
 
     def started(self, attempt: int, step: int) -> None:
         self.run.starts[attempt] = step
+
+    def skipped(self, poison: Poison) -> None:
+        self.run.schedule.point(self.rank)
+        self.run.skipped.add(poison.step)
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        self.run.schedule.point(self.rank)
+        self.run.rewound.setdefault(poison, to_step)
+
+    def rewinds(self) -> list[Poison]:
+        self.run.schedule.point(self.rank)
+        return list(self.run.rewound)
 
     def report(self, row: StepRow) -> str | None:
         self.run.schedule.point(self.rank)

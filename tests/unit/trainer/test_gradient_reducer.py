@@ -17,9 +17,9 @@ class Sent:
 
 
 class Peers(Collectives):
-    """One more rank, whose gradients are three times ours; notes sizes of what was sent.
+    """One more rank, whose figures are three times ours; notes sizes of what was sent.
 
-    What is sent last bears one more number, the vote.
+    The last bucket holds two numbers more.
     """
 
     def __init__(self, sizes: list[int]) -> None:
@@ -54,7 +54,7 @@ def test_buckets_leave_while_the_backward_runs_the_last_parameters_first(sent: l
     # Nobody can finish the step before this rank says so.
     assert sent == [1, 2]
     reducer.wait()
-    assert sent == [1, 2, 3 + 1]
+    assert sent == [1, 2, 3 + 2]
     for parameter in trained:
         assert parameter.grad is not None
         # Ours is 2p, the other's 6p.
@@ -68,11 +68,21 @@ def test_a_parameter_without_gradient_changes_no_order(sent: list[int]) -> None:
     (trained[0].sum() + trained[1].sum()).backward()
     assert sent == []
     reducer.wait()
-    assert sent == [1, 2, 3 + 1]
+    assert sent == [1, 2, 3 + 2]
     assert trained[2].grad is not None
     assert trained[2].grad.tolist() == [0.0]
     assert trained[0].grad is not None
     assert trained[0].grad.tolist() == [2.0] * 3
+
+
+def test_a_number_is_averaged_with_the_last_bucket(sent: list[int]) -> None:
+    trained = parameters()
+    reducer = make(trained, sent)
+    for value in (1.5, float("inf"), 2.0):
+        reducer.arm()
+        sum((p.square().sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        assert reducer.wait(value) == (2 * value, False)
+    assert GradientReducer(trained, 1).wait(0.1) == (0.1, False)
 
 
 def test_accumulated_gradients_are_sent_once(sent: list[int]) -> None:
@@ -95,7 +105,7 @@ def test_a_weight_that_is_used_twice_is_sent_when_both_gradients_are_in(sent: li
     reducer.arm()
     (weight.sum() + (2 * weight).sum()).backward()
     reducer.wait()
-    assert sent == [3 + 1]
+    assert sent == [3 + 2]
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0] * 3
 
@@ -119,12 +129,12 @@ def test_a_vote_of_any_rank_is_known_to_all_and_touches_no_gradient(sent: list[i
         reducer = GradientReducer(trained, WORLD_SIZE, peers(sent))
         reducer.arm()
         sum((p.sum() for p in trained), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-        assert reducer.wait(vote=bool(own)) == bool(found)
+        assert reducer.wait(vote=bool(own))[1] == bool(found)
         # Averaged over two ranks, one of which brought nothing.
         assert all(p.grad is not None and set(p.grad.tolist()) == {0.5} for p in trained)
 
 
 def test_a_rank_that_is_alone_decides_for_itself() -> None:
     reducer = GradientReducer(parameters(), 1)
-    assert reducer.wait(vote=True)
-    assert not reducer.wait(vote=False)
+    assert reducer.wait(2.0, vote=True) == (2.0, True)
+    assert reducer.wait(2.0) == (2.0, False)

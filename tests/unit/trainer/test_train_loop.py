@@ -15,11 +15,12 @@ from eagleray.actors.data.mixer import MixerSpec
 from eagleray.actors.data.mixture import Mixture
 from eagleray.actors.data.order import mixed_batch_ids
 from eagleray.actors.trainer.loop import run_loop
+from eagleray.actors.trainer.non_finite import NonFiniteLossError, Poison
 from eagleray.actors.trainer.recorder import Fatal, RunRecorder, WorkerInfo
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.actors.trainer.seams import LoopSpec, Seat
 from eagleray.actors.trainer.step_row import StepRow
-from eagleray.actors.trainer.stepper import NonFiniteLossError, Stepper, make_optimizer
+from eagleray.actors.trainer.stepper import Stepper, make_optimizer
 from eagleray.platform.config import (
     AdamWConfig,
     BanditMixtureConfig,
@@ -96,6 +97,8 @@ class ListReporter:
     rows: list[StepRow] = field(default_factory=list)
     attempts: int = 0
     stop_at: int | None = None
+    skips: list[Poison] = field(default_factory=list)
+    rewinds_to: dict[Poison, int] = field(default_factory=dict)
 
     def begin(self, rank: int, world_size: int) -> int:
         self.attempts += 1
@@ -106,6 +109,15 @@ class ListReporter:
 
     def started(self, attempt: int, step: int) -> None:
         """Nobody asks."""
+
+    def skipped(self, poison: Poison) -> None:
+        self.skips.append(poison)
+
+    def rewound(self, poison: Poison, to_step: int) -> None:
+        self.rewinds_to[poison] = to_step
+
+    def rewinds(self) -> list[Poison]:
+        return list(self.rewinds_to)
 
     def report(self, row: StepRow) -> str | None:
         self.rows.append(row)
