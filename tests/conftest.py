@@ -31,6 +31,15 @@ settings.load_profile("eagleray")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests that start a cluster without the mark by which tools/run_tests.sh parts them."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "ray_cluster" in fixtures and not item.get_closest_marker("cluster"):
+            raise pytest.UsageError(f"{item.nodeid} uses ray_cluster: mark it pytest.mark.cluster")
+
+
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
     """A verb sets up logging for its process; here the next test's process is the same one."""
