@@ -20,7 +20,7 @@ demo: $(STAMP) ## Real text to a served, queried model (KEEP=1 leaves the endpoi
 	@$(BIN)/python -m examples.sotu.demo $(if $(filter 1,$(KEEP)),--keep)
 
 test: $(STAMP) ## Every test, with coverage
-	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=85 tests
+	@bash tools/run_tests.sh $(BIN)/python
 
 check: fmt lint types layers ## Format, lint, types, layers
 

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import settings
 from tools.redis_cluster import RedisCluster
 
-from eagleray.platform.config import DataConfig, load_config
+from eagleray.platform.config import ClusterConfig, DataConfig, load_config
 from eagleray.platform.storage import Storage
 
 if TYPE_CHECKING:
     from eagleray.actors.data import Dataset
+    from eagleray.platform.cluster.head import Head
 
 # A busy machine makes any example slow; pytest-timeout bounds the whole test instead.
 settings.register_profile("eagleray", deadline=None, max_examples=50)
@@ -28,6 +29,15 @@ settings.load_profile("eagleray")
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests that start a cluster without the mark by which tools/run_tests.sh parts them."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "ray_cluster" in fixtures and not item.get_closest_marker("cluster"):
+            raise pytest.UsageError(f"{item.nodeid} uses ray_cluster: mark it pytest.mark.cluster")
 
 
 @pytest.fixture(autouse=True)
@@ -83,21 +93,43 @@ def build_letters() -> Callable[[Path, int], "Dataset"]:
     return build
 
 
-@pytest.fixture(scope="module")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A private Ray cluster of four CPUs, as the verbs start one; gives its address.
+@pytest.fixture(scope="session")
+def _ray_head() -> Iterator["Head"]:
+    """A Ray head of four CPUs, as the verbs start one for themselves."""
+    from eagleray.platform.cluster.head import Head, new_folder
+    from eagleray.platform.cluster.options import new_options
+    from eagleray.platform.cluster.tokens import write_token
 
-    The tests of a module share it, name no actors, and end what they start in it. It ends with
-    them: other modules test what happens in a process without Ray.
+    config = ClusterConfig(num_cpus=4, object_store_bytes=200_000_000)
+    folder = new_folder()
+    write_token(folder / "token")
+    options = new_options(config, is_lasting=False, shows_logs=False)
+    head = Head.start(options, folder, folder / "token")
+    try:
+        head.wait_ready(120)
+        yield head
+    finally:
+        head.stop()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(_ray_head: "Head", tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray cluster of four CPUs that this process is attached to; gives its address.
+
+    The tests of a module share the attachment, name no actors, and end what outlives it. Actors
+    end with it, and the cluster is used again: to start one takes seconds. It ends with a module,
+    as others test what happens in a process without Ray.
     """
     from eagleray.platform.cluster import session
 
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "eagleray.yaml").write_text(
-        "name: test\ncluster: {num_cpus: 4, object_store_bytes: 200MB, start_timeout_s: 120}\n"
+        f"name: test\ncluster: {{address: '{_ray_head.address}'}}\n"
     )
-    with session(load_config(folder)) as info:
-        yield info.address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(_ray_head.token_file))
+        with session(load_config(folder)) as info:
+            yield info.address
 
 
 @pytest.fixture(scope="module")
