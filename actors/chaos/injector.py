@@ -111,7 +111,7 @@ class Injector:
             elif role == "node":
                 here = ray.get_runtime_context().get_node_id()
                 for node_id in sorted({worker.node_id for worker in progress.workers} - {here}):
-                    yield node_id, _on(node_id, os.getppid)
+                    yield node_id, _on(node_id, _raylet)
             elif role == "worker":
                 gang: Any = ray.get_actor(f"gang:{run_id}")
                 places: list[Place] = get(gang.places.remote(), timeout=_ANSWER_S)
@@ -166,6 +166,11 @@ def _signal(pid: int, number: signal.Signals) -> float:
 
 
 _STRIKES: dict[Kind, Callable[[int], float]] = {"kill": _kill, "stop": _stop, "hang": hang}
+
+
+def _raylet() -> int:
+    """The process that a node's tasks descend from."""
+    return os.getppid()
 
 
 def _where(_: Any) -> tuple[str, int]:
