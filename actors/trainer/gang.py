@@ -23,13 +23,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from eagleray.actors.nodes import alive_ids, beside_this_process
 from eagleray.actors.trainer.crew import Crew, Member
-from eagleray.actors.trainer.failures import (
-    FailureCount,
-    Kind,
-    Limits,
-    is_killed_for_memory,
-    kind_of_death,
-)
+from eagleray.actors.trainer.deaths import Deaths
+from eagleray.actors.trainer.failures import FailureCount, Kind, Limits
 from eagleray.actors.trainer.memory_needs import out_of_memory
 from eagleray.actors.trainer.phases import Interruption
 from eagleray.actors.trainer.process_actor import create_process
@@ -54,9 +49,6 @@ _RETURN_S = 15.0
 _POLL_S = 20.0
 _PAUSE_AGAIN_S = 2.0
 """A process that had not begun has not heard that it is to pause."""
-_DEATH_S = 2.0
-_EXPLAIN_S = 1.0
-"""How long the last word on a run waits for who can say why its process died."""
 _ALL_STUCK_S = 2.0
 """Within which all ranks are found to be stuck, once one is."""
 _MESSAGE_CHARS = 2000
@@ -107,8 +99,7 @@ class Gang:
         self._kept: dict[int, list[str]] = {}
         self._verdict: Verdict | None = None
         self._count = FailureCount(options.limits)
-        self._killed: dict[int, str] = {}  # by us: process -> why
-        self._starved: dict[int, str] = {}  # by the kernel, for its memory: process -> in words
+        self._deaths = Deaths()
         self._stuck: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._wants_save = False
@@ -175,23 +166,19 @@ class Gang:
         await asyncio.sleep(_ALL_STUCK_S)
         is_last, member = rank in laggards(self._stuck), self._crew.members.get(rank)
         if is_last and member is not None:
-            self._killed[member.pid] = "its process made no progress and was killed"
+            self._deaths.kill(member.pid, "its process made no progress and was killed")
         return is_last
 
     async def stopped(self, pid: int) -> None:
         """A process is stopped, and is about to be killed."""
-        self._killed[pid] = "its process was stopped and was killed"
+        self._deaths.kill(pid, "its process was stopped and was killed")
 
     async def killed_for_memory(self, rank: int, pid: int) -> None:
         """The kernel's out-of-memory killer was at work when a process died."""
         cause = f"the kernel's out-of-memory killer ended process {pid}"
         message = out_of_memory(cause, self._spec).what
-        with contextlib.suppress(RayError):
-            told = {"ranks": [rank], "message": message}
-            self._actors.recorder.call.remote("event", "out_of_memory", told)
-        async with self._changed:
-            self._starved[pid] = message
-            self._changed.notify_all()
+        self._tell("out_of_memory", {"ranks": [rank], "message": message})
+        await self._deaths.starve(pid, message)
 
     async def save(self, reason: str) -> None:
         """Have a snapshot taken at once, and go on."""
@@ -308,7 +295,7 @@ class Gang:
             logger.error("rank %d did not leave the attempt in %g s: killed", rank, _RETURN_S)
             member = self._crew.members[rank]
             reason = f"its process did not leave the attempt in {_RETURN_S:g} s and was killed"
-            self._killed[member.pid] = reason
+            self._deaths.kill(member.pid, reason)
             ray.kill(member.handle)
         if late:
             await asyncio.wait(late)
@@ -361,7 +348,7 @@ class Gang:
         faults, kinds, dead = {}, set(), {}
         for rank, outcome in outcomes.items():
             if outcome is None:
-                kind, faults[rank] = await self._death(self._crew.members[rank])
+                kind, faults[rank] = await self._deaths.name(self._crew.members[rank], self._spec)
                 kinds.add(kind)
                 dead[rank] = self._crew.members.pop(rank).pid
             else:
@@ -375,39 +362,13 @@ class Gang:
         # What the others met beside a death, they met because of it.
         exceeded = self._count.add(kinds or {Kind.FAILURE})
         if exceeded:
-            faults |= await self._starved_of(dead)
+            faults |= await self._deaths.starved_of(dead)
         message = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(faults.items()))
         with contextlib.suppress(RayError):
             self._actors.recorder.call.remote("fault", message[:_MESSAGE_CHARS], sorted(faults))
         if exceeded:
             return Verdict(f"{exceeded}; the last: {message}"[:_MESSAGE_CHARS])
         return None
-
-    async def _death(self, member: Member) -> tuple[Kind, str]:
-        """Of which kind a death was, and how to say it."""
-        if reason := self._killed.pop(member.pid, ""):
-            return Kind.HANG, reason
-        error: RayError | None = None
-        try:
-            await asyncio.wait_for(member.handle.pid.remote(), _DEATH_S)
-        except RayError as said:
-            error = said
-        except TimeoutError:
-            logger.warning("nobody says of what process %d died", member.pid)
-        kind = kind_of_death(error, is_node_alive=member.node_id in alive_ids())
-        if is_killed_for_memory(error):
-            cause = "Ray's memory monitor ended it, as its node was running low on memory"
-            return kind, out_of_memory(cause, self._spec).what
-        return kind, "its node is gone" if kind is Kind.PREEMPTION else "its process died"
-
-    async def _starved_of(self, dead: dict[int, int]) -> dict[int, str]:
-        """Rank -> what the kernel ended its process for, if a worker says so in time."""
-        pids = set(dead.values())
-        async with self._changed:
-            with contextlib.suppress(asyncio.TimeoutError):
-                is_told = self._changed.wait_for(lambda: bool(pids & self._starved.keys()))
-                await asyncio.wait_for(is_told, _EXPLAIN_S if pids else 0.0)
-        return {rank: self._starved[pid] for rank, pid in dead.items() if pid in self._starved}
 
     async def _seat(self, group: Group, moved: asyncio.Task[None]) -> dict[int, Plan] | None:
         """A member for each place, with its journal; rank -> its plan. None: a place is gone."""
