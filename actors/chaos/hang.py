@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 _SEIZE, _INTERRUPT = 0x4206, 0x4207
 _WALL = 0x40000000
 """waitpid(2): also for threads. Python has no name for it."""
-_SAMPLE_S = 0.3
+_SAMPLE_S, _LOOK_S = 5.0, 0.02
+_ENOUGH_NS = 100_000_000
 _ANSWER_S = 10.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -72,20 +73,22 @@ def _ptrace(request: int, tid: int) -> None:
 
 def _busiest(pid: int) -> int:
     """The thread that computes most now; 0 if there is no such process."""
-    before = _ticks(pid)
-    time.sleep(_SAMPLE_S)
-    spent = {tid: ticks - before.get(tid, 0) for tid, ticks in _ticks(pid).items()}
-    return max(spent, key=lambda tid: spent[tid], default=0)
+    before, deadline = _computed(pid), time.monotonic() + _SAMPLE_S
+    while spent := {tid: ns - before.get(tid, 0) for tid, ns in _computed(pid).items()}:
+        busiest = max(spent, key=lambda tid: spent[tid])
+        # On a busy machine a moment may give the processor to none of them.
+        if spent[busiest] >= _ENOUGH_NS or time.monotonic() > deadline:
+            return busiest
+        time.sleep(_LOOK_S)
+    return 0
 
 
-def _ticks(pid: int) -> dict[int, int]:
-    """Thread -> its CPU time."""
+def _computed(pid: int) -> dict[int, int]:
+    """Thread -> nanoseconds on a processor."""
     found = {}
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
-            # The name before the fields is in parentheses, and may hold any character.
-            fields = stat.read_text().rpartition(")")[2].split()
+            found[int(stat.parent.name)] = int(stat.read_text().split()[0])
         except OSError:
             continue
-        found[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
     return found
