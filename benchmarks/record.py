@@ -7,7 +7,9 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -65,6 +67,8 @@ def run(
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     add_options(parser)
     arguments = parser.parse_args()
+    # Else what it has started would outlive it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         figures = measure(arguments)
     except EagleRayError as error:

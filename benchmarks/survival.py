@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -137,10 +136,11 @@ def _conducted(folder: Path, kind: str, seed: int, steps: int, every_s: float) -
             is_next = kind == "driver" and kills < 2
             driver.wait(every_s * draw.uniform(1.5, 2.5) if is_next else _LIMIT_S)
         except subprocess.TimeoutExpired:
-            driver.send_signal(signal.SIGKILL)
-            driver.wait()
             kills += 1
             continue
+        finally:
+            driver.kill()
+            driver.wait()
         if driver.returncode == 0:
             break
         console.print((out / "log").read_text(errors="replace")[-2000:], style="red")
