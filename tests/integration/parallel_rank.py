@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
@@ -40,12 +41,21 @@ class Batch:
 
 
 class Source:
+    """Draws random numbers as a dropout does, one more on each rank, and notes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
     def batch(self, step: int, rank: int, world_size: int, mixture: Mixture | None = None) -> Batch:
+        drawn = torch.rand(rank + 1).tolist()
+        with (self._folder / f"noise-{rank}").open("a") as file:
+            file.write(json.dumps([step, drawn]) + "\n")
         ids = np.arange(step * BATCH, (step + 1) * BATCH)
         return Batch(np.split(ids, world_size)[rank])
 
     def eval_batch(self, index: int) -> np.ndarray:
-        return self.batch(index + 1000, 0, 1).tokens
+        first = (index + 1000) * BATCH
+        return Batch(np.arange(first, first + BATCH)).tokens
 
 
 class Sink:
@@ -135,7 +145,7 @@ def run_phase(base: Path, rank: int, number: int, phase: str) -> None:
         },
     ).train  # fmt: skip
     spec = LoopSpec(train, MODEL, SEQ_LEN)
-    run_loop(seat, spec, Source(), Sink(folder, seat), Reporter(folder, int(steps)))
+    run_loop(seat, spec, Source(folder), Sink(folder, seat), Reporter(folder, int(steps)))
     if seat.world_size > 1:
         dist.destroy_process_group()
 

@@ -57,6 +57,12 @@ def final(folder: Path) -> Checkpoint:
     return checkpoints.load(checkpoints.steps()[-1])
 
 
+def noise(folder: Path, rank: int) -> dict[int, list[float]]:
+    """Step -> the random numbers that a rank drew in it."""
+    lines = (folder / f"noise-{rank}").read_text().splitlines()
+    return {step: drawn for step, drawn in map(json.loads, lines)}
+
+
 def assert_exact(folder: Path) -> None:
     segments = SampleLog(Storage(folder), "run").chain(final(folder).samples)
     assert np.concatenate([s.ids_SG.ravel() for s in segments]).tolist() == list(range(48))
@@ -86,6 +92,23 @@ def test_three_ranks_that_stop_and_resume_end_with_the_same_bits(trained: Path) 
     for name, array in whole.arrays.items():
         assert np.array_equal(array, parts.arrays[name]), name
     assert_exact(trained / "stopped")
+
+
+def test_each_rank_draws_after_a_resume_what_it_would_have_drawn(trained: Path) -> None:
+    for rank in range(NUM_RANKS):
+        drawn = noise(trained / "stopped", rank)
+        assert drawn == noise(trained / "three", rank)
+        assert len({first for first, *_ in drawn.values()}) == len(drawn) == 8
+
+
+def test_ranks_of_another_number_draw_streams_of_their_own(trained: Path) -> None:
+    lone, pair = noise(trained / "resized", 0), noise(trained / "resized", 1)
+    # Three ranks to step 2, one to step 5, two to the end.
+    assert set(lone) == set(range(8))
+    assert set(pair) == {0, 1, 5, 6, 7}
+    firsts = [drawn[0] for drawn in (*lone.values(), *pair.values())]
+    # No stream is another rank's, or begins again as it did at the start.
+    assert len(set(firsts)) == len(firsts)
 
 
 def test_a_resize_keeps_batch_and_order(trained: Path) -> None:
