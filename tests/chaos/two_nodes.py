@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from eagleray.platform.cluster import start
-from eagleray.platform.cluster.options import TRAIN_VARIABLES
+from eagleray.platform.cluster.options import TRAIN_VARIABLES, plain_interpreter
 from eagleray.platform.cluster.tokens import write_token
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
@@ -45,6 +45,7 @@ class TwoNodes:
         self._spaces = {HEAD: f"er{mark}a", OTHER: f"er{mark}b"}
         self._is_over = False
         self._keepers: list[threading.Thread] = []
+        self._python = plain_interpreter(temp)
         token = folder / "token"
         write_token(token)
         self.environment = {
@@ -125,7 +126,7 @@ class TwoNodes:
 
     def _keep(self, address: str, *options: str) -> None:
         command = self.command(
-            address, sys.executable, "-P", start.__file__, "start", "--block",
+            address, self._python, "-P", start.__file__, "start", "--block",
             f"--node-ip-address={address}", "--num-cpus=1", "--num-gpus=0",
             "--object-store-memory=100000000", "--disable-usage-stats", *_PORTS, *options,
         )  # fmt: skip
