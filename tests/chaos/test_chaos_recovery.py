@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 from tests.chaos.runs import assert_same
 
 from eagleray.actors.chaos import ChaosPlan, Injector
+from eagleray.actors.trainer.progress import Progress
 from eagleray.platform.errors import RunFailedError
 from eagleray.project import Project, TrainedRun
 
@@ -15,10 +17,31 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.usefixt
 MakeProject = Callable[..., Project]
 
 
-def train(project: Project, *faults: dict[str, Any]) -> tuple[TrainedRun, Injector]:
+class Notice:
+    """At a step, gives the gang notice that a node is being taken away; once."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self.is_given = step, False
+
+    def __call__(self, run_id: str, progress: Progress) -> None:
+        if not self.is_given and progress.rows and progress.rows[-1].step >= self._step:
+            gang: Any = ray.get_actor(f"gang:{run_id}")
+            ray.get(gang.save.remote("a node is being taken away"), timeout=30)
+            self.is_given = True
+
+
+def train(
+    project: Project, *faults: dict[str, Any], notice: Notice | None = None
+) -> tuple[TrainedRun, Injector]:
     """Train through faults, each of which must happen."""
     injector = Injector(ChaosPlan.model_validate({"faults": faults}))
-    run = project.train(injector)
+
+    def follow(run_id: str, progress: Progress) -> None:
+        injector(run_id, progress)
+        if notice is not None:
+            notice(run_id, progress)
+
+    run = project.train(follow)
     assert injector.waiting == 0
     assert len(injector.fired) == len(faults)
     return run, injector
@@ -50,6 +73,7 @@ def test_processes_places_gang_and_loader_fail_in_one_run_and_the_bits_stay(
 ) -> None:
     # One run for all, as the start of each takes a third of a minute.
     project = make_project("train.max_failures=5", "train.spares=1", "data.loaders=2")
+    notice = Notice(165)
     run, _ = train(
         project,
         {"kind": "stop", "role": "process", "rank": 0, "step": 20},
@@ -57,18 +81,25 @@ def test_processes_places_gang_and_loader_fail_in_one_run_and_the_bits_stay(
         {"kind": "kill", "role": "worker", "rank": 1, "step": 90},
         {"kind": "kill", "role": "loader", "step": 110},
         {"kind": "kill", "role": "gang", "step": 140},
+        notice=notice,
     )
     assert_same(run, undisturbed)
+    assert notice.is_given
     # Neither a worker of Ray Train nor a loader is missed.
-    assert run.attempts == 4
+    assert run.attempts == 5
     parts = trained(project, run)
     for before, after in itertools.pairwise(parts[:3]):
         # No snapshot was taken up, though there was one each ten steps.
         assert before[1] <= after[0] <= before[1] + 2
     # Nothing of the gang's processes is left; the store has the newest snapshot.
     assert parts[2][1] - 30 < parts[3][0] <= parts[2][1] + 2
-    events = [event["event"] for event in project.runs.events(run.run_id)]
-    assert events.count("recovery") == 2
+    # At the notice all pause after one step, with a snapshot of it, and go on.
+    events = project.runs.events(run.run_id)
+    (begun,) = [e["step"] for e in events if e["event"] == "start" and e["attempt"] == 5]
+    assert parts[3][1] <= begun < parts[3][1] + 2
+    names = [event["event"] for event in events]
+    assert names.count("recovery") == 2
+    assert (names.count("preemption"), names.count("resized"), names.count("resize")) == (1, 1, 0)
 
 
 def test_a_rank_that_hangs_in_a_call_is_noticed_with_all_stacks_and_the_bits_stay(

@@ -1,8 +1,14 @@
 """How many workers a run has."""
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from eagleray.actors.trainer.elastic import Sizer, room_for
+import pytest
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2.api.config import ScalingConfig
+
+from eagleray.actors.trainer import elastic
+from eagleray.actors.trainer.elastic import ElasticPolicy, Sizer, room_for
 
 
 class Clock:
@@ -59,3 +65,48 @@ def test_room_is_counted_by_node_and_what_we_hold_counts_as_ours() -> None:
 
 def test_thirds_of_a_cpu_add_up() -> None:
     assert room_for({"a": {"CPU": 0.9999}}, {}, {"CPU": 1.0 / 3.0}) == 3
+
+
+class Gang:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.save = SimpleNamespace(remote=self.told.append)
+
+
+class Looks(ElasticPolicy):
+    """A policy that sees what it is told: places, and nodes of ours that go."""
+
+    def __init__(self, gang: Gang, sizes: list[int], room: int, leaving: set[str]) -> None:
+        sizer, config = Sizer(sizes, 0), ScalingConfig(num_workers=sizes[-1])
+        super().__init__(config, sizer, "run", gang, has_autoscaler=False)
+        self._seen = room, leaving
+
+    def _room(self, alive: set[str]) -> tuple[int, set[str]]:
+        return self._seen
+
+
+def decisions(policy: ElasticPolicy, size: int, count: int) -> list[Any]:
+    state: Any = SimpleNamespace(num_workers=size)
+    return [policy.make_decision_for_running_worker_group(state, None) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "alive_ids", lambda: {"a", "b"})
+
+
+def test_where_a_node_goes_and_there_is_no_room_elsewhere_a_snapshot_is_taken_once() -> None:
+    gang = Gang()
+    found = decisions(Looks(gang, [2], room=1, leaving={"b"}), size=2, count=3)
+    assert all(isinstance(decision, NoopDecision) for decision in found)
+    assert gang.told == ["nodes are being taken away: b"]
+
+
+def test_where_there_is_room_elsewhere_the_workers_move_there() -> None:
+    gang = Gang()
+    (decision,) = decisions(Looks(gang, [1, 2], room=1, leaving={"b"}), size=2, count=1)
+    assert isinstance(decision, ResizeDecision)
+    assert decision.num_workers == 1
+    assert gang.told == []
