@@ -37,7 +37,7 @@ from eagleray.platform.cluster import session
 from eagleray.project import Project
 
 KINDS = ("storm", "driver", "2-1-2", "4-2-4")
-_STEPS, _QUICK_STEPS = 2000, 600
+_STEPS, _QUICK_STEPS = 300, 150
 _ROLES = ["process", "worker", "loader", "store", "recorder", "gang"]
 _LOSS_TOLERANCE = 0.01
 _LIMIT_S = 900.0
