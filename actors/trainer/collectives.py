@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from eagleray.actors.trainer.memory_needs import is_out_of_memory
 from eagleray.actors.trainer.seams import Seat
+from eagleray.platform.errors import ServiceError
 
 _CHUNK_BYTES = 25 * 2**20
 
@@ -108,6 +109,26 @@ class Collectives:
                     part = flat[offset : offset + tensor.numel()]
                     tensor.copy_(part.view_as(tensor))
                     offset += tensor.numel()
+
+
+def agree_on(start: int, peers: Collectives, seat: Seat) -> None:
+    """Refuse to train from states of different steps, as from a store that died between.
+
+    Args:
+        start: The step of this rank's state.
+        peers: The ranks.
+        seat: Of this one.
+
+    Raises:
+        ServiceError: Rank 0 was given that of another step.
+    """
+    lead = peers.from_rank_zero(start)
+    if lead != start:
+        raise ServiceError(
+            f"rank {seat.rank} was given the state after step {start}, rank 0 that after {lead}: "
+            "the checkpoint store was restarted in between",
+            "the next attempt starts from one state",
+        )
 
 
 class Pending(Protocol):

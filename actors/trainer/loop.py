@@ -12,7 +12,6 @@ that is due can therefore be done twice, or begun and not ended, without a trace
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -24,16 +23,18 @@ from eagleray.actors.checkpoint.interval import SnapshotPace
 from eagleray.actors.checkpoint.snapshot import Snapshotter, load_arrays, optimizer_tensors
 from eagleray.actors.checkpoint.state import Checkpoint, Snapshot
 from eagleray.actors.data.mixer import Mixer
-from eagleray.actors.data.order import domains_of
-from eagleray.actors.trainer.collectives import Collectives
+from eagleray.actors.trainer.collectives import Collectives, agree_on
+from eagleray.actors.trainer.held_out import held_out_loss
 from eagleray.actors.trainer.journal import Entry, StepJournal
-from eagleray.actors.trainer.non_finite import (
-    NonFiniteGuard,
-    NonFiniteLossError,
-    Poison,
-    RewindError,
-)
+from eagleray.actors.trainer.non_finite import NonFiniteGuard, Poison, RewindError
 from eagleray.actors.trainer.peak import measure_peak_flops
+from eagleray.actors.trainer.random_state import (
+    begin_stream,
+    restore_bytes,
+    restore_stream,
+    stream_array,
+    stream_bytes,
+)
 from eagleray.actors.trainer.schedule import learning_rate
 from eagleray.actors.trainer.seams import (
     BatchSource,
@@ -46,11 +47,9 @@ from eagleray.actors.trainer.seams import (
 )
 from eagleray.actors.trainer.step_row import StepRow
 from eagleray.actors.trainer.stepper import Losses, Stepper
-from eagleray.actors.trainer.window import Gain, Window, noted_sums
-from eagleray.platform.errors import EagleRayError, ServiceError
+from eagleray.actors.trainer.window import Gain, Window, gained_sums, noted_sums
+from eagleray.platform.errors import EagleRayError
 from eagleray.platform.model.decoder import Decoder
-
-_MAX_SEED = 2**63
 
 
 class PausedError(RuntimeError):
@@ -262,7 +261,8 @@ class RankTrainer:
 
         def note(losses: Losses) -> None:
             nonlocal gain
-            gain = Gain(losses.loss_sum, losses.tokens, self._gained_sums(batch.ids, losses))
+            sums = gained_sums(mixer, batch.ids, losses.loss_B, self._spec.seq_len)
+            gain = Gain(losses.loss_sum, losses.tokens, sums)
             self._note(step + 1, window, gain, batch.ids)
 
         result = self._stepper.step(
@@ -278,17 +278,6 @@ class RankTrainer:
         window = window.spent("compute", result.compute_s)
         window = window.spent("communication", result.communication_s)
         self._window = window.spent("checkpoint", result.before_update_s)
-
-    def _gained_sums(self, ids: np.ndarray, losses: Losses) -> np.ndarray | None:
-        """A step's losses by domain; None without a mixture that follows them."""
-        # One that is not finite on this rank is not over all ranks: the step is skipped.
-        if self._mixer is None or losses.loss_B is None or not np.isfinite(losses.loss_B).all():
-            return None
-        mixer, domain_B = self._mixer, domains_of(ids, self._mixer.sizes)
-        gained: np.ndarray = (
-            mixer.sums_with(domain_B, losses.loss_B, self._spec.seq_len) - mixer.sums()
-        )
-        return gained
 
     def _rewind(self, poison: Poison, sink: SnapshotSink, reporter: Reporter) -> None:
         """Go back to the newest complete snapshot, as all ranks do."""
@@ -347,18 +336,10 @@ class RankTrainer:
         self._has_decided = True
 
     def _evaluate(self, source: BatchSource) -> None:
-        begun, seat = self._clock(), self._seat
-        total, count = 0.0, 0
-        for index in range(seat.rank, self._spec.train.eval.num_batches, seat.world_size):
-            loss_sum, tokens = self._stepper.evaluate(source.eval_batch(index))
-            total, count = total + loss_sum, count + tokens
-        total, tokens_seen = self._peers.sums(np.array([total, float(count)])).tolist()
-        loss = total / tokens_seen
-        # A figure that is no number can neither be recorded nor compared.
-        if not math.isfinite(loss):
-            what = f"training stopped: the held-out loss is {loss} at step {self._applied - 1}"
-            fix = "look at the held-out data and at the losses before; lower train.optimizer.lr"
-            raise NonFiniteLossError(what, fix, self._applied - 1)
+        begun, count = self._clock(), self._spec.train.eval.num_batches
+        loss = held_out_loss(
+            self._stepper, source, self._peers, self._seat, count, self._applied - 1
+        )
         self._eval_loss = self._applied, loss
         self._window = self._window.spent("eval", self._clock() - begun)
 
@@ -384,7 +365,7 @@ class RankTrainer:
     def _submit(self) -> None:
         done, seat, snapshotter = self._applied, self._seat, self._snapshotter
         assert snapshotter is not None
-        arrays = {_rng_name(seat.rank): torch.get_rng_state().numpy().copy()}
+        arrays = stream_array(seat.rank)
         loss = self._eval_loss_at(done)
         meta: dict[str, Any] = {} if loss is None else {"eval_loss": loss}
         if self._mixer:
@@ -408,15 +389,14 @@ class RankTrainer:
     def _take_up(self, checkpoint: Checkpoint | None) -> None:
         """Go on from a snapshot; from the beginning without one."""
         start = checkpoint.step if checkpoint else 0
-        self._agree(start)
+        agree_on(start, self._peers, self._seat)
         self._is_whole = False
         if checkpoint is not None:
             self._forget()
         elif not self._is_new:
             self._begin_anew()
-        seed, rank = self._spec.train.seed, self._seat.rank
-        # At a resize a rank's stream begins anew: by seed, rank and step, and nothing else.
-        torch.manual_seed((seed * 1_000_003 + rank + start * 7_368_787) % _MAX_SEED)
+        # At a resize a rank's stream begins anew.
+        begin_stream(self._spec.train.seed, self._seat.rank, start)
         self._window = Window(self._clock())
         self._pace = SnapshotPace(self._spec.train.checkpoint, start, self._clock)
         if checkpoint is not None:
@@ -427,23 +407,12 @@ class RankTrainer:
         rank = self._seat.rank
         self._is_new = False
         load_arrays(checkpoint.arrays, self._model, self._stepper.optimizer)
-        state = checkpoint.arrays.get(_rng_name(rank))
-        if state is not None and checkpoint.meta.get("world_size") == self._seat.world_size:
-            torch.set_rng_state(torch.from_numpy(np.array(state, copy=True)))
+        if checkpoint.meta.get("world_size") == self._seat.world_size:
+            restore_stream(checkpoint.arrays, rank)
         if self._mixer:
             self._mixer.load_state(checkpoint.meta["mixer"], is_first=rank == 0)
         self._guard.load_state(checkpoint.meta.get("skipped"))
         self._applied = self._settled = self._logged = checkpoint.step
-
-    def _agree(self, start: int) -> None:
-        """Refuse to train from states of different steps, as from a store that died between."""
-        lead = self._peers.from_rank_zero(start)
-        if lead != start:
-            raise ServiceError(
-                f"rank {self._seat.rank} was given the state after step {start}, rank 0 that after "
-                f"{lead}: the checkpoint store was restarted in between",
-                "the next attempt starts from one state",
-            )
 
     def _rejoin(self, bond: Bond, known: Sequence[StepJournal], newest: int) -> None:
         """Go on from the newest state that a rank holds.
@@ -467,7 +436,7 @@ class RankTrainer:
         elif bond.is_shared:
             self._peers.share(optimizer_tensors(self._model, self._stepper.optimizer), bond.source)
         common = self._peers.values_from(self._common(), bond.source)
-        torch.set_rng_state(torch.from_numpy(np.frombuffer(entry.rng, dtype=np.uint8).copy()))
+        restore_bytes(entry.rng)
         self._applied, self._settled, self._logged = bond.done, bond.settled, newest
         self._ids = ids
         self._eval_loss = tuple(common["eval_loss"]) if common["eval_loss"] else None
@@ -514,9 +483,10 @@ class RankTrainer:
         decisions, sums = 0, None
         if self._mixer:
             decisions, sums = self._mixer.decisions, self._mixer.sums().tolist()
-        rng = torch.get_rng_state().numpy().tobytes()
         gained = gain.state() if gain else None
-        self._journal.write(Entry(done, rng, window.state(), decisions, sums, gained), ids)
+        self._journal.write(
+            Entry(done, stream_bytes(), window.state(), decisions, sums, gained), ids
+        )
 
     def _is_eval_due(self, done: int) -> bool:
         return done == self._spec.train.steps or done % self._spec.train.eval.every_steps == 0
@@ -526,7 +496,3 @@ class RankTrainer:
 
     def _eval_loss_at(self, done: int) -> float | None:
         return self._eval_loss[1] if self._eval_loss and self._eval_loss[0] == done else None
-
-
-def _rng_name(rank: int) -> str:
-    return f"rng.{rank}.cpu"

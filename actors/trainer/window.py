@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from eagleray.actors.data.mixer import Mixer
+from eagleray.actors.data.order import domains_of
 from eagleray.actors.trainer.journal import Entry
 
 
@@ -67,3 +69,22 @@ def noted_sums(entry: Entry, *, is_skipped: bool) -> np.ndarray:
         return sums
     total: np.ndarray = sums + np.array(entry.gain["sums"], dtype=np.int64)
     return total
+
+
+def gained_sums(
+    mixer: Mixer | None, ids: np.ndarray, loss_B: np.ndarray | None, seq_len: int
+) -> np.ndarray | None:
+    """A step's losses by domain; None without a mixture that follows them.
+
+    Args:
+        mixer: Of the run, if its mixture follows losses.
+        ids: Of the step's sequences, int64 [B].
+        loss_B: Mean loss of each, float64 [B].
+        seq_len: Tokens of a sequence.
+    """
+    # One that is not finite on this rank is not over all ranks: the step is skipped.
+    if mixer is None or loss_B is None or not np.isfinite(loss_B).all():
+        return None
+    domain_B = domains_of(ids, mixer.sizes)
+    gained: np.ndarray = mixer.sums_with(domain_B, loss_B, seq_len) - mixer.sums()
+    return gained

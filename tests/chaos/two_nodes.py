@@ -75,7 +75,7 @@ class TwoNodes:
                 "--include-dashboard=false", "--include-log-monitor=false",
             )  # fmt: skip
             self._keep(OTHER, f"--address={HEAD}:{PORT}")
-        except BaseException:
+        except BaseException:  # whatever ends it, namespaces and nodes must not outlive the test
             self.end()
             raise
         return self
