@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.record import Figure, console, run
-from benchmarks.recovery import write_project
+from benchmarks.recovery_common import write_project
 
 from eagleray.actors.chaos import ChaosPlan, Injector
 from eagleray.platform.report import Goodput, goodput, read_facts

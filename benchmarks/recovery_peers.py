@@ -2,6 +2,7 @@
 
     python -m benchmarks.recovery_peers torchrun FOLDER     under torch.distributed.run
     python -m benchmarks.recovery_peers ray FOLDER          starts a Ray cluster of its own
+    python -m benchmarks.recovery_peers ray-elastic FOLDER  one to two workers, in a cluster
     python -m benchmarks.recovery_peers lighthouse FOLDER   torchft's; its address in FOLDER
     python -m benchmarks.recovery_peers torchft FOLDER RANK
 
@@ -14,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmarks.recovery_common import BATCH, EVERY, MODEL, SEQ_LEN, WORLD_SIZE, note
 from torch import nn
 
-from eagleray.platform.model.config import DecoderConfig
 from eagleray.platform.model.decoder import Decoder
 
-MODEL = DecoderConfig(
-    vocab_size=512, dim=192, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=32, ffn_dim=512,
-    max_seq_len=128,
-)  # fmt: skip
-SEQ_LEN, BATCH, WORLD_SIZE, EVERY = 64, 16, 2, 10
 MAX_STEPS = 1_000_000
 LIGHTHOUSE = "lighthouse"
 
@@ -43,6 +38,8 @@ class Parts:
         torch.set_num_threads(1)
         self.model: nn.Module = Decoder(MODEL)
         self.model.init_weights(torch.Generator().manual_seed(0))  # type: ignore[operator]
+        self.inner = self.model
+        """Without what wraps it."""
         self.rank = rank
 
     def begin(self, path: Path | None) -> int:
@@ -51,7 +48,7 @@ class Parts:
         if path is None or not path.exists():
             return 0
         state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
 
@@ -64,7 +61,7 @@ class Parts:
 
     def save(self, step: int, path: Path) -> None:
         """Write a checkpoint."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"model": self.inner.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save({**state, "step": step}, path)
 
     def loss(self, step: int) -> torch.Tensor:
@@ -73,13 +70,6 @@ class Parts:
         rows = torch.randint(0, 512, (BATCH // WORLD_SIZE, SEQ_LEN + 1), generator=draw)
         logits = self.model(rows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-
-
-def note(folder: Path, step: int, rank: int) -> None:
-    """One line, in one write."""
-    descriptor = os.open(folder / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(descriptor, f"{time.time()} {step} {rank} {os.getpid()}\n".encode())
-    os.close(descriptor)
 
 
 def with_torchrun(folder: Path) -> None:
@@ -120,14 +110,30 @@ def with_ray(folder: Path) -> None:
     """Ray Train, with its health check as tight as it goes well."""
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
     import ray
+
+    ray.init(num_cpus=4, log_to_driver=False, object_store_memory=200_000_000)
+    _fit_with_ray(folder, num_workers=WORLD_SIZE)
+
+
+def with_elastic_ray(folder: Path) -> None:
+    """The same in the cluster that the environment names, with as many workers as have room."""
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
+    # After a loss it tries the old number first; by default for 60 s.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "5"
+    import ray
+
+    ray.init(log_to_driver=False)
+    _fit_with_ray(folder, num_workers=(1, WORLD_SIZE), elastic_resize_monitor_interval_s=5.0)
+
+
+def _fit_with_ray(folder: Path, **scaling: Any) -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(num_cpus=4, log_to_driver=False, object_store_memory=200_000_000)
     TorchTrainer(
         _train_with_ray,
         train_loop_config={"folder": str(folder)},
-        scaling_config=ScalingConfig(num_workers=WORLD_SIZE),
+        scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
             name="peer",
             storage_path=str(folder / "ray"),
@@ -199,5 +205,10 @@ if __name__ == "__main__":
     if way == "torchft":
         with_torchft(place, int(sys.argv[3]))
     else:
-        ways = {"torchrun": with_torchrun, "ray": with_ray, "lighthouse": keep_lighthouse}
+        ways = {
+            "torchrun": with_torchrun,
+            "ray": with_ray,
+            "ray-elastic": with_elastic_ray,
+            "lighthouse": keep_lighthouse,
+        }
         ways[way](place)

@@ -5,19 +5,22 @@
 A schedule is a run of the decoder of benchmarks.recovery that takes a minute and a half; its seed
 says who is killed when. They take turns:
 
-    calm, calm-4   undisturbed, at 2 and at 4 workers: what the others must equal
+    calm-1, -2, -4 undisturbed, at 1, 2 and 4 workers: what the others must equal
     storm          2 workers; SIGKILL of what trains, holds a place, loads, stores, records, seats
     driver         the same, and of the driver too, after which `resume` goes on
     2-1-2          a node's raylet is killed, later another node joins; between them the storm
     4-2-4          the same, with two workers on the node
 
-Of `storm` and `driver` the final weights must be those of the calm run, bit by bit; at changing
-numbers of workers the held-out loss must agree within 1 %. Two minutes a schedule.
+Of `storm` and `driver` the final weights must be those of the calm run, bit by bit. At changing
+numbers of workers sums are rounded otherwise, and training amplifies that: the held-out loss must
+agree within 0.01 nats, and what the undisturbed runs differ by among themselves is printed beside
+it. Two minutes a schedule.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -28,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.record import Figure, console, run
-from benchmarks.recovery import write_project
+from benchmarks.recovery_common import write_project
 from tools.ray_node import RayNode
 
 from eagleray.actors.chaos import ChaosPlan, Injector
@@ -40,6 +43,7 @@ KINDS = ("storm", "driver", "2-1-2", "4-2-4")
 _STEPS, _QUICK_STEPS = 300, 150
 _ROLES = ["process", "worker", "loader", "store", "recorder", "gang"]
 _LOSS_TOLERANCE = 0.01
+"""Nats; a model that knows nothing of the text loses 6.2."""
 _LIMIT_S = 900.0
 
 
@@ -68,8 +72,7 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
         write_project(folder)
         calm = {
             kind: _conducted(folder, kind, 0, steps, arguments.every_s)
-            for kind in ("calm", "calm-4")
-            if kind == "calm" or "4-2-4" in arguments.only
+            for kind in _calm_kinds(arguments.only)
         }
         found = []
         for number in range(arguments.schedules):
@@ -78,20 +81,22 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     return _figures(found, calm, arguments.schedules, steps)
 
 
+def _calm_kinds(kinds: list[str]) -> list[str]:
+    """Undisturbed runs of the sizes that these go through."""
+    more = [("calm-1", "2-1-2"), ("calm-4", "4-2-4")]
+    return ["calm-2", *(calm for calm, kind in more if kind in kinds)]
+
+
 def _figures(
     found: list[Result | None], calm: dict[str, Result | None], wanted: int, steps: int
 ) -> list[Figure]:
     ended = [result for result in found if result is not None and result.steps == steps]
-    base, base_4 = calm["calm"], calm.get("calm-4")
-    if base is None:
-        raise SystemExit("error: the undisturbed run did not end")
+    base = calm["calm-2"]
+    losses = [result.eval_loss for result in calm.values() if result is not None]
+    if base is None or len(losses) < len(calm) or None in losses:
+        raise SystemExit("error: an undisturbed run did not end")
     fixed = [result for result in ended if result.kind in ("storm", "driver")]
     elastic = [result for result in ended if result.kind not in ("storm", "driver")]
-    losses = [
-        abs((result.eval_loss or 0.0) / reference.eval_loss - 1)
-        for result in elastic
-        if (reference := base_4 if result.kind == "4-2-4" else base) and reference.eval_loss
-    ]
     equal = sum(result.artifact == base.artifact for result in fixed)
     resized = sum(len(result.sizes) >= 3 for result in elastic)
     figures = [
@@ -102,16 +107,21 @@ def _figures(
         _must("fixed size: equal bits", equal, len(fixed)),
         _must("resized down and up", resized, len(elastic)),
     ]
-    if losses:
-        worst = max(losses)
-        goal = f"below {100 * _LOSS_TOLERANCE:g} %"
+    if elastic:
+        spread = _width(losses)
+        differ = max(_width([result.eval_loss, base.eval_loss]) for result in elastic)
         figures.append(
             Figure(
-                "resized: loss differs, most", 100 * worst, "%", goal=goal,
-                holds=worst < _LOSS_TOLERANCE, must_hold=True,
+                "resized: loss differs, most", differ, "nats", "undisturbed, 1 to 4 workers",
+                spread, f"below {_LOSS_TOLERANCE:g} nats", differ < _LOSS_TOLERANCE, must_hold=True,
             )
         )  # fmt: skip
     return figures
+
+
+def _width(losses: list[float | None]) -> float:
+    known = [math.inf if loss is None else loss for loss in losses]
+    return max(known) - min(known)
 
 
 def _must(name: str, value: int, wanted: int) -> Figure:
@@ -205,7 +215,7 @@ class _Life:
 def drive(folder: Path, kind: str, seed: int, steps: int, every_s: float) -> None:
     """What a driver does: one run, or the rest of it."""
     out = folder / f"{kind}-{seed}"
-    workers = {"2-1-2": "[1, 2]", "4-2-4": "[2, 4]", "calm-4": "4"}.get(kind, "2")
+    workers = {"2-1-2": "[1, 2]", "4-2-4": "[2, 4]", "calm-1": "1", "calm-4": "4"}.get(kind, "2")
     cpus = {"2-1-2": 1, "calm-4": 4}.get(kind, 2)
     project = Project.load(
         folder,
