@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from eagleray.actors.checkpoint.shard_file import Pacer, ShardFile, WrittenFile
 
@@ -47,7 +48,8 @@ def write_arrays(
     writer = FileSystemWriter(folder, thread_count=_num_files(arrays), sync_files=False)
     writer.fs = files
     try:
-        dcp_save(tensors, storage_writer=writer, no_dist=True)
+        with _without_crc32():
+            dcp_save(tensors, storage_writer=writer, no_dist=True)
     except (CheckpointException, RuntimeError) as error:
         # A full disk arrives as an opaque assertion of the archive writer.
         raise OSError(_cause(files.errors[0] if files.errors else error)) from error
@@ -128,6 +130,17 @@ class _Files(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+@contextlib.contextmanager
+def _without_crc32() -> Iterator[None]:
+    """No CRC-32 in the archives of arrays: as much work as all else, and the SHA-256 sees more."""
+    before = get_crc32_options()
+    set_crc32_options(compute_crc32=False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _num_files(arrays: Mapping[str, np.ndarray]) -> int:

@@ -1,15 +1,22 @@
 """A file of a checkpoint as it is written: its SHA-256 is taken on the way, its pace is held.
 
 So no byte is read back to be digested, and the digest is that of what was meant to be written.
+
+A large file goes around the system's page cache (O_DIRECT, see open(2)): filling the cache takes
+the CPU longer than all else that is done here, and pushes out what training reads.
 """
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import io
+import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = 4096
+"""What writes around the page cache are aligned to: no disk has larger blocks."""
 _CHUNKS_PER_S = 10
 """Of a paced writer, so that it neither bursts nor wakes all the time."""
 _NICE = 10
@@ -79,7 +88,10 @@ class ShardFile(io.RawIOBase):
         self._path, self._pacer = path, pacer
         self._descriptor = -1
         self._sha256 = hashlib.sha256()
+        self._chunk = mmap.mmap(-1, _CHUNK_BYTES)  # begins at a page: aligned
+        self._num_waiting = 0  # bytes of the chunk that are not written yet
         self._num_bytes = self._num_synced = 0
+        self._is_direct: bool | None = None  # not known yet
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -87,35 +99,82 @@ class ShardFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
-        return self._num_bytes
+        """Bytes given so far."""
+        return self._num_bytes + self._num_waiting
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write the beginning of `data`.
+        """Take the beginning of `data`; it is written when a chunk is full, or at the end.
 
         Returns:
-            How many bytes were written.
+            How many bytes were taken.
 
         Raises:
             OSError: The system refused; `error` keeps it, as callers in C++ lose it.
         """
-        chunk = memoryview(data).cast("B")[: self._pacer.chunk_bytes]
-        self._pacer.wait(len(chunk))
+        most = self._pacer.chunk_bytes
+        taken = memoryview(data).cast("B")[: most - self._num_waiting]
+        self._chunk[self._num_waiting : self._num_waiting + len(taken)] = taken
+        self._num_waiting += len(taken)
+        if self._num_waiting == most:
+            with self._kept():
+                if self._is_direct is None:
+                    self._go_direct(is_direct=most == _CHUNK_BYTES)
+                self._write_out(most)
+        return len(taken)
+
+    def _write_out(self, num_bytes: int) -> None:
+        """Write the beginning of the chunk, and keep the rest."""
+        with memoryview(self._chunk) as chunk:
+            self._pacer.wait(num_bytes)
+            written = 0
+            while written < num_bytes:
+                written += self._written(chunk[written:num_bytes])
+            self._sha256.update(chunk[:num_bytes])
+            rest = self._num_waiting - num_bytes
+            chunk[:rest] = chunk[num_bytes : self._num_waiting]
+        self._num_bytes, self._num_waiting = self._num_bytes + num_bytes, rest
+        pace = self._pacer.bytes_per_s
+        if pace is not None and self._num_bytes - self._num_synced >= pace:
+            os.fdatasync(self._descriptor)
+            self._num_synced = self._num_bytes
+
+    def _opened(self) -> int:
+        if self._descriptor < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o666)
+        return self._descriptor
+
+    def _written(self, data: memoryview) -> int:
         try:
-            if self._descriptor < 0:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o666)
-            written = os.write(self._descriptor, chunk)
-            self._sha256.update(chunk[:written])
-            self._num_bytes += written
-            pace = self._pacer.bytes_per_s
-            if pace is not None and self._num_bytes - self._num_synced >= pace:
-                os.fdatasync(self._descriptor)
-                self._num_synced = self._num_bytes
+            return os.write(self._opened(), data)
+        except OSError as error:
+            # A file system that goes direct in larger blocks only.
+            if not self._is_direct or error.errno != errno.EINVAL:
+                raise
+            self._go_direct(is_direct=False)
+            return os.write(self._descriptor, data)
+
+    def _go_direct(self, *, is_direct: bool) -> None:
+        """Go around the page cache, or through it, from now on; where one cannot, through it."""
+        self._is_direct = False
+        flag = getattr(os, "O_DIRECT", 0)
+        descriptor = self._opened()
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~flag
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if is_direct else flags)
+            self._is_direct = is_direct
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep the error that is raised in the context."""
+        try:
+            yield
         except OSError as error:
             self.error = error
             raise
-        return written
 
     def close(self) -> None:
         """Make it durable and close it.
@@ -126,16 +185,22 @@ class ShardFile(io.RawIOBase):
         if self.closed:
             return
         super().close()
-        if self._descriptor < 0:
-            return
         try:
             if self.error is None:
-                os.fsync(self._descriptor)
-        except OSError as error:
-            self.error = error
-            raise
+                with self._kept():
+                    self._end()
         finally:
-            os.close(self._descriptor)
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+    def _end(self) -> None:
+        if self._num_waiting:
+            if self._is_direct:
+                self._write_out(self._num_waiting // _BLOCK_BYTES * _BLOCK_BYTES)
+                self._go_direct(is_direct=False)
+            self._write_out(self._num_waiting)
+        if self._descriptor >= 0:
+            os.fsync(self._descriptor)
 
     def written(self) -> WrittenFile:
         """What it holds."""

@@ -1,7 +1,9 @@
 """How a checkpoint's files are written: by threads, at a pace, digested on the way."""
 
 import errno
+import fcntl
 import hashlib
+import io
 import os
 import threading
 import time
@@ -10,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint
+from torch.serialization import get_crc32_options
 
 from eagleray.actors.checkpoint import dcp
 from eagleray.actors.checkpoint.dcp import read_arrays, write_arrays
@@ -113,6 +118,54 @@ def test_a_paced_file_reaches_the_disk_at_its_pace(
     write_arrays(arrays(count=1, size=100_000), tmp_path, Pacer(100_000, clock, clock.sleep))
     assert len(synced) == 4
     assert all(100_000 <= b - a < 120_000 for a, b in zip([0, *synced], synced, strict=False))
+
+
+@pytest.mark.parametrize("size", [1, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 4096, 5 * 2**20 + 77])
+@pytest.mark.parametrize("refusal", ["", "mode", "write"])
+def test_a_large_file_goes_around_the_page_cache_where_that_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refusal: str
+) -> None:
+    plain_write, plain_fcntl = os.write, fcntl.fcntl
+    was_direct = []
+
+    def is_direct(descriptor: int) -> bool:
+        return bool(plain_fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if is_direct(descriptor) and refusal == "write":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        was_direct.append((is_direct(descriptor), len(data)))
+        return plain_write(descriptor, data)
+
+    def control(descriptor: int, command: int, flags: int = 0) -> int:
+        if refusal == "mode" and command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain_fcntl(descriptor, command, flags)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    data = np.random.default_rng(2).bytes(size)
+    file = ShardFile(tmp_path / "file", Pacer())
+    with io.BufferedWriter(file, 100) as stream:
+        stream.write(data[:50])
+        stream.write(data[50:])
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.written() == (size, hashlib.sha256(data).hexdigest())
+    if refusal:
+        assert not any(direct for direct, _ in was_direct)
+    else:
+        # All but the end, which fills no block.
+        expected = size // 4096 * 4096 if size >= 2**20 else 0
+        assert sum(length for direct, length in was_direct if direct) == expected
+
+
+def test_arrays_load_as_they_are_without_their_archives_checksums(tmp_path: Path) -> None:
+    given = arrays()
+    write_arrays(given, tmp_path)
+    assert get_crc32_options()
+    found = {name: torch.empty(array.shape) for name, array in given.items()}
+    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert all(np.array_equal(found[name].numpy(), array) for name, array in given.items())
 
 
 def test_threads_share_one_pace() -> None:
