@@ -1,4 +1,4 @@
-"""What checkpoints cost training: ours beside a blocking torch.save and DCP's async_save.
+"""What checkpoints cost training: ours beside torch.save, DCP's async_save and Ray Train's upload.
 
     python -m benchmarks.checkpoint [--quick] [--json FILE]
 
@@ -12,6 +12,8 @@ when that is on storage.
     torch.save    blocking, as is; nothing is synced
     DCP async     async_save by a thread, DefaultStager with staging beside the next step, awaited
                   before its update as it must be: else the checkpoint is torn
+    Ray Train async  torch.save to a local folder, which Ray Train uploads beside the training; CPU
+                  and memory of its worker alone
 
     blocked    seconds in which training stands still for a checkpoint
     lost       how much longer a segment with a checkpoint takes than one without, all that it costs
@@ -20,20 +22,21 @@ when that is on storage.
     memory     most memory (PSS, all processes) in three checkpoints, above that of training alone;
                in a pass of its own, for looking costs time as well
 
-Ray Train's asynchronous upload is not among them: it uploads a folder that the worker has written
-before, so it blocks for at least what torch.save does. Figures are medians over the segments and,
-in brackets, half the range between their quartiles. Ten minutes; --quick: 8 million parameters.
+Figures are medians over the segments and, in brackets, half the range between their quartiles.
+Fifteen minutes; --quick: 8 million parameters.
 """
 
 import argparse
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import torch
-from benchmarks.checkpoint_ways import OURS, WAYS, Way, state_of
+from benchmarks.checkpoint_ways import OURS, RAY, WAYS, Way, inside_ray_train, state_of
 from benchmarks.record import Figure, console, middle, run
 
 from eagleray.actors.trainer.stepper import Stepper
@@ -54,6 +57,7 @@ _SHORT, _LONG = 10, 50
 _THREADS = 2
 _MEMORY_CHECKPOINTS = 3
 _PAUSE_S = 0.05
+_FOUND = "found"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ _LARGE = Plan(
         vocab_size=32_000, dim=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
         ffn_dim=2048, max_seq_len=512,
     ),
-    seq_len=64, pairs=3,
+    seq_len=64, pairs=5,
 )  # fmt: skip
 _SMALL = Plan(
     DecoderConfig(
@@ -145,8 +149,26 @@ class _Trainer:
             self._held_s += time.perf_counter() - started
 
 
-def _measure(name: str, plan: Plan, folder: Path, talk: Connection) -> None:
+def _measure(name: str, is_quick: bool, folder: Path, talk: Connection) -> None:
     """One way in a process of its own."""
+    if name == RAY:
+        # Its worker knows this module by its name alone.
+        from benchmarks.checkpoint import measure_into
+
+        inside_ray_train(partial(measure_into, name, is_quick), folder)
+    else:
+        measure_into(name, is_quick, folder)
+    talk.send((folder / _FOUND).read_bytes())
+
+
+def measure_into(name: str, is_quick: bool, folder: Path) -> None:
+    """Measure a way, and write down what was found."""
+    (folder / _FOUND).write_bytes(
+        pickle.dumps(_found(name, _SMALL if is_quick else _LARGE, folder))
+    )
+
+
+def _found(name: str, plan: Plan, folder: Path) -> Found:
     trainer = _Trainer(plan, folder, name)
     with _Peak() as peak:
         for _ in range(_MEMORY_CHECKPOINTS):
@@ -156,15 +178,13 @@ def _measure(name: str, plan: Plan, folder: Path, talk: Connection) -> None:
     trainer.way.close()
     state = state_of(trainer.stepper)
     state_bytes = 4 * sum(t.numel() for t in state["model"].values()) * 3
-    talk.send(
-        Found(
-            middle([pair.plain_s for pair in pairs])[0] / _SHORT,
-            [pair.blocked_s for pair in pairs],
-            [pair.taken_s - pair.plain_s for pair in pairs],
-            middle([pair.plain_cpu_s for pair in pairs])[0] / _SHORT,
-            [pair.taken_cpu_s - pair.plain_cpu_s for pair in pairs],
-            peak.num_bytes - trainer.plain_bytes, state_bytes,
-        )
+    return Found(
+        middle([pair.plain_s for pair in pairs])[0] / _SHORT,
+        [pair.blocked_s for pair in pairs],
+        [pair.taken_s - pair.plain_s for pair in pairs],
+        middle([pair.plain_cpu_s for pair in pairs])[0] / _SHORT,
+        [pair.taken_cpu_s - pair.plain_cpu_s for pair in pairs],
+        peak.num_bytes - trainer.plain_bytes, state_bytes,
     )  # fmt: skip
 
 
@@ -234,7 +254,6 @@ def _pss(pid: int) -> int:
 
 def measure(arguments: argparse.Namespace) -> list[Figure]:
     """All figures."""
-    plan = _SMALL if arguments.quick else _LARGE
     # Threads that wait do not spin: on a machine that does other work as well, that would be most
     # of what is measured.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -243,11 +262,13 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     for name in WAYS:
         with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.folder) as place:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_measure, args=(name, plan, Path(place), theirs))
+            process = context.Process(
+                target=_measure, args=(name, arguments.quick, Path(place), theirs)
+            )
             process.start()
             theirs.close()
             try:
-                found[name] = ours.recv()
+                found[name] = pickle.loads(ours.recv())
             except EOFError:
                 raise SystemExit(f"the process of {name} died") from None
             finally:

@@ -1,15 +1,19 @@
-"""Ways to take checkpoints: the trainer's own, torch.save, and DCP's async_save set up right."""
+"""Ways to take checkpoints: the trainer's own, torch.save, DCP's async_save, Ray Train's upload."""
 
 import multiprocessing
 import shutil
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import ray
+import ray.train
 import torch
 import torch.distributed as dist
+from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
@@ -22,7 +26,7 @@ from eagleray.actors.trainer.stepper import Stepper
 from eagleray.platform.config import CheckpointConfig
 from eagleray.platform.storage import Storage
 
-OURS, TORCH, DCP = "eagleray", "torch.save", "DCP async"
+OURS, TORCH, DCP, RAY = "eagleray", "torch.save", "DCP async", "Ray Train async"
 
 
 class Way(Protocol):
@@ -159,8 +163,49 @@ class _DcpAsync:
         dist.destroy_process_group()
 
 
+class _RayTrain:
+    """Only inside a worker of Ray Train's."""
+
+    def __init__(self, stepper: Stepper, folder: Path) -> None:
+        self._stepper, self._folder = stepper, folder
+
+    def begin(self, step: int) -> None:
+        made = tempfile.mkdtemp(dir=self._folder)
+        torch.save(state_of(self._stepper), Path(made) / "state.pt")
+        ray.train.report(
+            {"step": step},
+            checkpoint=ray.train.Checkpoint.from_directory(made),
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        )
+
+    def before_update(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
+
+    def close(self) -> None:
+        pass
+
+
+def inside_ray_train(measure: Callable[[Path], None], folder: Path) -> None:
+    """Call `measure` in the one worker of a run of Ray Train's, in a cluster of its own."""
+    ray.init(num_cpus=2, log_to_driver=False, object_store_memory=200_000_000)
+    TorchTrainer(
+        lambda config: measure(Path(config["folder"])),
+        train_loop_config={"folder": str(folder)},
+        scaling_config=ray.train.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 2}),
+        run_config=ray.train.RunConfig(
+            name="peer",
+            storage_path=str(folder / "ray"),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
+        ),
+    ).fit()
+    ray.shutdown()
+
+
 WAYS: dict[str, Callable[[Stepper, Path], Way]] = {
-    OURS: _Ours, TORCH: _TorchSave, DCP: _DcpAsync,
+    OURS: _Ours, TORCH: _TorchSave, DCP: _DcpAsync, RAY: _RayTrain,
 }  # fmt: skip
 
 
