@@ -15,12 +15,12 @@ import contextlib
 import fcntl
 import json
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from eagleray.platform.clock import steady_time
 from eagleray.platform.errors import ConflictError, NotFoundError, UsageError
 from eagleray.platform.storage import Storage, canonical_json
 
@@ -67,7 +67,7 @@ class RunStore:
         clock: Seconds since the epoch.
     """
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, storage: Storage, clock: Callable[[], float] = steady_time) -> None:
         self._storage, self._clock = storage, clock
 
     def create(self, name: str, kind: str, config: dict[str, Any], steps: int = 0) -> str:

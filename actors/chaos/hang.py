@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from eagleray.platform.clock import steady_time
+
 logger = logging.getLogger(__name__)
 
 _SEIZE, _INTERRUPT = 0x4206, 0x4207
@@ -41,7 +43,7 @@ def hang(pid: int) -> float:
             _ptrace(_SEIZE, tid)
             _ptrace(_INTERRUPT, tid)
             os.waitpid(tid, _WALL)
-            struck.append(time.time())
+            struck.append(steady_time())
         except OSError as error:
             logger.warning("thread %d of process %d cannot be stopped: %s", tid, pid, error)
             return

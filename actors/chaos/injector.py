@@ -19,6 +19,7 @@ from eagleray.actors.chaos.hang import hang
 from eagleray.actors.chaos.plan import ChaosPlan, Fault, Kind, Role
 from eagleray.actors.trainer.progress import Progress
 from eagleray.actors.trainer.seating import Place
+from eagleray.platform.clock import steady_time
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def _strike(kind: Kind, pid: int) -> float:
 def _strike_later(kind: Kind, pid: int) -> float:
     """When it will be: whoever calls lives on that node, and has to answer before."""
     threading.Timer(_LATER_S, _STRIKES[kind], (pid,)).start()
-    return time.time() + _LATER_S
+    return steady_time() + _LATER_S
 
 
 def _kill(pid: int) -> float:
@@ -162,7 +163,7 @@ def _signal(pid: int, number: signal.Signals) -> float:
         os.kill(pid, number)
     except ProcessLookupError:
         return 0.0
-    return time.time()
+    return steady_time()
 
 
 _STRIKES: dict[Kind, Callable[[int], float]] = {"kill": _kill, "stop": _stop, "hang": hang}

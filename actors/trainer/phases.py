@@ -1,7 +1,8 @@
 """What an interruption of training goes through until the next step, and when."""
 
-import time
 from dataclasses import dataclass, field
+
+from eagleray.platform.clock import steady_time
 
 PHASES = ("gathered", "seated", "met", "restored", "stepped")
 
@@ -15,12 +16,12 @@ class Interruption:
     """
 
     event: str
-    begun_s: float = field(default_factory=time.time)
+    begun_s: float = field(default_factory=steady_time)
     _reached: dict[str, float] = field(default_factory=dict)
 
     def reach(self, phase: str) -> None:
         """Note that a phase is over; the first time counts."""
-        self._reached.setdefault(phase, time.time())
+        self._reached.setdefault(phase, steady_time())
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds since the one before it."""

@@ -7,7 +7,6 @@ dies.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.step_row import StepRow
+from eagleray.platform.clock import steady_time
 from eagleray.platform.errors import StorageError
 from eagleray.platform.runs import RunStatus, RunStore
 from eagleray.platform.telemetry import (
@@ -99,7 +99,7 @@ class RunRecorder:
         self,
         runs: RunStore,
         run_id: str,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
         sink: Sink | None = None,
     ) -> None:
         self._runs, self._run_id, self._clock = runs, run_id, clock
