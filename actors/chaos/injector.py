@@ -23,7 +23,8 @@ from eagleray.platform.clock import steady_time
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0
+_ANSWER_S = 30.0
+"""A node may have to start a process to answer, and a busy one is slow at that."""
 _LATER_S = 0.3
 _NAMES: dict[Role, str] = {
     "gang": "gang:{run}", "store": "checkpoint-store:{run}", "recorder": "recorder:{run}",
@@ -112,7 +113,8 @@ class Injector:
             elif role == "node":
                 here = ray.get_runtime_context().get_node_id()
                 for node_id in sorted({worker.node_id for worker in progress.workers} - {here}):
-                    yield node_id, _on(node_id, _raylet)
+                    if pid := _on(node_id, _raylet):
+                        yield node_id, pid
             elif role == "worker":
                 gang: Any = ray.get_actor(f"gang:{run_id}")
                 places: list[Place] = get(gang.places.remote(), timeout=_ANSWER_S)
@@ -128,7 +130,7 @@ class Injector:
 
 
 def _on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on a node; nothing if it cannot be reached."""
+    """Call a function on a node; 0 if it cannot be reached."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
