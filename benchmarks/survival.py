@@ -205,7 +205,8 @@ class _Life:
         step = progress.rows[-1].step if progress.rows else 0
         if self._per_node:
             self._loss(run_id, progress)
-            if self._loss.fired and len(self.nodes) == 1 and step >= self._steps // 3:
+            # It takes longer to join than the run takes to shrink.
+            if self._loss.fired and len(self.nodes) == 1:
                 self.add_node()
         # Towards the end nothing is struck that the last checkpoint needs.
         if not self._is_calm and step < self._steps - 50:
