@@ -6,7 +6,9 @@ import torch
 
 from eagleray.platform.artifact import verify_artifact
 from eagleray.platform.config import ServeConfig
+from eagleray.platform.errors import InfeasibleError
 from eagleray.platform.model import hf_layout
+from eagleray.platform.model.decoder import Decoder
 from eagleray.platform.model.text import ModelText
 from eagleray.platform.storage import Storage
 from eagleray.serve.api.keys import KeyStore
@@ -15,8 +17,10 @@ from eagleray.serve.engine.block_pool import BlockPool
 from eagleray.serve.engine.engine import Engine
 from eagleray.serve.engine.kv_cache import KVCache, num_blocks_within
 from eagleray.serve.engine.limits import RequestLimits
-from eagleray.serve.engine.model_runner import ModelRunner
+from eagleray.serve.engine.model_runner import ModelRunner, Runner
+from eagleray.serve.engine.native_runner import CACHE_DTYPE, NativeRunner
 from eagleray.serve.engine.scheduler import Scheduler, SchedulerLimits
+from eagleray.serve.kernels.decoder import NativeDecoder, runs
 from eagleray.serve.spec import ServingSpec
 
 
@@ -27,17 +31,19 @@ def open_model(spec: ServingSpec) -> ServedModel:
         NotFoundError: Its artifact is gone.
         IntegrityError: Its bytes are not those that were registered.
         DataError: It is not a model that can be served.
-        InfeasibleError: `serve.kv_cache_bytes` cannot hold two blocks.
+        InfeasibleError: `serve.kv_cache_bytes` cannot hold two blocks, or there are no kernels for
+            `serve.weights`.
     """
     config = spec.config
     folder = verify_artifact(Storage(Path(spec.storage)), spec.artifact)
     text = ModelText(folder)
     decoder = hf_layout.load(folder).eval()
     weight = next(decoder.parameters())
+    dtype = weight.dtype if config.weights == "exact" else CACHE_DTYPE
     num_blocks = num_blocks_within(
-        config.kv_cache_bytes, decoder.config, config.block_tokens, weight.element_size()
+        config.kv_cache_bytes, decoder.config, config.block_tokens, dtype.itemsize
     )
-    cache = KVCache(decoder.config, num_blocks, config.block_tokens, weight.dtype, weight.device)
+    cache = KVCache(decoder.config, num_blocks, config.block_tokens, dtype, weight.device)
     pool = BlockPool(num_blocks, config.block_tokens)
     scheduling = SchedulerLimits(config.max_running, config.max_queued, config.step_tokens)
     limits = RequestLimits(
@@ -47,7 +53,7 @@ def open_model(spec: ServingSpec) -> ServedModel:
         max_new_tokens=config.max_new_tokens,
     )
     engine = Engine(
-        ModelRunner(decoder, cache),
+        _runner(decoder, cache, config),
         Scheduler(scheduling, pool),
         text,
         limits,
@@ -64,6 +70,25 @@ def open_model(spec: ServingSpec) -> ServedModel:
         timeout_s=config.request_timeout_s,
         max_body_bytes=config.max_body_bytes,
     )
+
+
+def _runner(decoder: Decoder, cache: KVCache, config: ServeConfig) -> Runner:
+    if config.weights == "exact":
+        return ModelRunner(decoder, cache)
+    if not runs(decoder.config):
+        raise InfeasibleError(
+            f"serve.weights {config.weights} needs the compiled kernels (a C++ compiler when "
+            "eagleray was installed, a CPU with AVX2) and heads of 8 to 128 channels",
+            "set serve.weights to exact, or install g++ and then eagleray again",
+        )
+    native = NativeDecoder(
+        decoder,
+        bits=8 if config.weights == "int8" else 4,
+        block_tokens=config.block_tokens,
+        cache_dtype=CACHE_DTYPE,
+        num_threads=config.num_threads,
+    )
+    return NativeRunner(native, cache)
 
 
 def key_store(spec: ServingSpec) -> KeyStore | None:

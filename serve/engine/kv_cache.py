@@ -77,6 +77,11 @@ class KVCache:
         """Memory of all keys and values."""
         return 2 * self._k_LNSKC.nbytes
 
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """All keys and all values, [L, N + 1, S, K, C], for who reads them where they lie."""
+        return self._k_LNSKC, self._v_LNSKC
+
     def clear(self, blocks: Tensor) -> None:
         """Forget what earlier owners left in blocks (int64 block numbers)."""
         self._k_LNSKC.index_fill_(1, blocks, 0)

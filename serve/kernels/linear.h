@@ -63,11 +63,10 @@ struct QuantizedRows {
       scales = make_aligned<float>(capacity);
       sums = make_aligned<float>(capacity);
     }
-    num_groups = static_cast<int>(groups);
   }
 
   size_t capacity = 0;
-  int num_groups = 0;
+  // Row by row and group by group; how many groups a row has is known to who asks.
   Aligned<int8_t> values;
   // Of each row and group: the unit of its values, and their sum in that unit.
   Aligned<float> scales;
@@ -90,8 +89,9 @@ inline float max_of(__m256 x) {
 // not finite makes what is computed of it not finite.
 inline void quantize_row(const float* x, int width, QuantizedRows& rows, int row) {
   const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-  for (int group = 0; group < rows.num_groups; ++group) {
-    const size_t place = static_cast<size_t>(row) * rows.num_groups + group;
+  const int num_groups = groups_of(width);
+  for (int group = 0; group < num_groups; ++group) {
+    const size_t place = static_cast<size_t>(row) * num_groups + group;
     alignas(32) float tail[kGroup] = {};
     const float* from = x + group * kGroup;
     if ((group + 1) * kGroup > width) {

@@ -6,6 +6,7 @@ import typer
 
 from eagleray import __version__
 from eagleray.cli import (
+    bench,
     chaos,
     checkpoints,
     cluster,
@@ -30,7 +31,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-groups = (project, cluster, data, tune, train, checkpoints, report, models, serve, jobs, chaos)
+groups = (
+    project, cluster, data, tune, train, checkpoints, report, models, serve, bench, jobs, chaos
+)  # fmt: skip
 for group in groups:
     group.register(app)
 
