@@ -6,11 +6,12 @@ storage had not taken). Exactly one exists per run, so attempts are numbered wit
 dies.
 """
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from eagleray.actors.trainer.non_finite import Poison
 from eagleray.actors.trainer.step_row import StepRow
@@ -34,7 +35,9 @@ from eagleray.platform.telemetry import (
 
 logger = logging.getLogger(__name__)
 
-_SKIPPED, _REWOUND = "batch_skipped", "rewound"
+_Told = TypeVar("_Told", "WorkerInfo", "Fatal")
+
+_SKIPPED, _REWOUND, _WORKER, _FATAL = "batch_skipped", "rewound", "worker", "fatal"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class RunRecorder:
         run_id: The run.
         clock: Seconds since the epoch.
         sink: Where its metrics go; None: nowhere.
+        is_restarted: This process stands in for one that died in the same run, not for one of a
+            driver before: its workers live, and what was fatal still is.
     """
 
     def __init__(
@@ -101,6 +106,8 @@ class RunRecorder:
         run_id: str,
         clock: Callable[[], float] = steady_time,
         sink: Sink | None = None,
+        *,
+        is_restarted: bool = False,
     ) -> None:
         self._runs, self._run_id, self._clock = runs, run_id, clock
         self._sink = sink or NullSink()
@@ -110,6 +117,12 @@ class RunRecorder:
         for event in runs.events(run_id):
             if event["event"] == "attempt":
                 self._memory.attempt, self._memory.token = event["attempt"], event["token"]
+                self._memory.workers.clear()
+                self._memory.fatal = None
+            elif event["event"] == _WORKER and is_restarted:
+                self._memory.workers[event["rank"]] = _told(WorkerInfo, event)
+            elif event["event"] == _FATAL and is_restarted:
+                self._memory.fatal = _told(Fatal, event)
             elif event["event"] == _SKIPPED:
                 self._memory.skipped.add(event["step"])
             elif event["event"] == _REWOUND:
@@ -135,8 +148,11 @@ class RunRecorder:
 
     def join(self, attempt: int, worker: WorkerInfo) -> None:
         """Note where a worker of the current attempt runs."""
-        if attempt == self._memory.attempt:
+        if attempt == self._memory.attempt and self._memory.workers.get(worker.rank) != worker:
             self._memory.workers[worker.rank] = worker
+            # A full disk must not keep a rank from training.
+            with contextlib.suppress(StorageError):
+                self._runs.add_event(self._run_id, _WORKER, attempt=attempt, **asdict(worker))
 
     def fatal(self) -> Fatal | None:
         """The failure of an earlier attempt that no retry can mend, if there was one."""
@@ -182,7 +198,7 @@ class RunRecorder:
         """Note a failure that no retry can mend; the first one counts."""
         if self._memory.fatal is None:
             self._memory.fatal = fatal
-            self._runs.add_event(self._run_id, "fatal", **asdict(fatal))
+            self._runs.add_event(self._run_id, _FATAL, **asdict(fatal))
 
     def flush(self) -> None:
         """Try once more to write what storage did not take."""
@@ -249,3 +265,8 @@ class RunRecorder:
             sink.set(TRAIN_EVAL_LOSS, row.eval_loss, run=run)
         for part in ("data", "compute", "communication", "checkpoint", "eval"):
             sink.add(TRAIN_SPENT, getattr(row, f"{part}_s"), run=run, part=part)
+
+
+def _told(kind: type[_Told], event: dict[str, Any]) -> _Told:
+    """What an event of these fields, and more, was made of."""
+    return kind(**{name: event[name] for name in kind.__dataclass_fields__})

@@ -26,7 +26,10 @@ class _RecorderActor:
     """RunRecorder in a process of its own."""
 
     def __init__(self, storage: Storage, run_id: str) -> None:
-        self._recorder = RunRecorder(RunStore(storage), run_id, sink=RaySink())
+        is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._recorder = RunRecorder(
+            RunStore(storage), run_id, sink=RaySink(), is_restarted=is_restarted
+        )
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._recorder, method)(*args)

@@ -156,7 +156,7 @@ def read_history(state: RunState, rows: tuple[Row, ...], events: list[dict[str, 
     clock = Clock(state.created_s, _pauses(attempts))
     known = (
         "attempt", "start", "recovery", "resize", "resized", "checkpoint", "fault", "trial",
-        "value", "trial_end",
+        "value", "trial_end", "worker",
     )  # fmt: skip
     notes = tuple(
         Note(e["time_s"], str(e["event"]), _details(e)) for e in timed if e["event"] not in known
