@@ -25,5 +25,12 @@ if [ ! -x "$venv/bin/python" ]; then
   rm -rf "$venv"
   "$python" -m venv "$venv"
 fi
+if ! command -v c++ >/dev/null; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && apt-get install -y -qq g++ >/dev/null
+  else
+    echo "setup: no C++ compiler: serving's kernels are left out (sudo apt-get install g++ adds them)" >&2
+  fi
+fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 touch "$venv/.installed"

@@ -12,18 +12,25 @@ from eagleray.platform.artifact import publish_artifact
 from eagleray.platform.config import LoadedConfig
 from eagleray.platform.registry import Registry
 from eagleray.platform.storage import Storage
+from eagleray.serve.kernels.library import library
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture
+@pytest.fixture(params=["exact", "int4"])
 def smollm2(
-    tmp_path: Path, make_project: Callable[..., LoadedConfig], smollm2_folder: Path
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    make_project: Callable[..., LoadedConfig],
+    smollm2_folder: Path,
 ) -> Iterator[LoadedConfig]:
-    """A project whose model is SmolLM2."""
+    """A project whose model is SmolLM2, computed by torch and by the kernels."""
+    if request.param != "exact" and library() is None:
+        pytest.skip("kernels not compiled, or no AVX2")
     project = make_project(
-        tmp_path, require_key=False, kv_cache_bytes="64MB", max_running=16, model="smollm2"
-    )
+        tmp_path, require_key=False, kv_cache_bytes="64MB", max_running=16, model="smollm2",
+        weights=request.param,
+    )  # fmt: skip
     storage = Storage(project.storage_path)
 
     def link(folder: Path) -> None:
