@@ -153,9 +153,9 @@ def _measure(name: str, is_quick: bool, folder: Path, talk: Connection) -> None:
     """One way in a process of its own."""
     if name == RAY:
         # Its worker knows this module by its name alone.
-        from benchmarks.checkpoint import measure_into
+        from benchmarks import checkpoint as by_name
 
-        inside_ray_train(partial(measure_into, name, is_quick), folder)
+        inside_ray_train(partial(by_name.measure_into, name, is_quick), folder)
     else:
         measure_into(name, is_quick, folder)
     talk.send((folder / _FOUND).read_bytes())

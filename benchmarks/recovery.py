@@ -5,14 +5,14 @@
 
 Two ranks on this machine train a decoder of 1.6 million parameters; one of them is killed by
 SIGKILL, again and again: 10 times, with --quick 3. Each way runs by itself, with nothing beside it.
-Before each kill it has trained for 12 seconds since the last recovery.
+Before each kill it has trained for 8 seconds since the last recovery.
 
     step       to the first optimizer step of any rank that was not done before the kill
     both       to the first step after which both ranks have trained
     redone     steps that were done before the kill and had to be done again
     worker     eagleray: Ray Train's worker is killed; the longest pause in the 15 s that follow
     stopped    eagleray: a rank gets SIGSTOP
-    nodes      one of two nodes is lost, three times: to the first new step of who is left, beside
+    nodes      one of two nodes is lost, twice: to the first new step of who is left, beside
                Ray Train's elastic training
 
 Peers: torchrun (restarts all, with a store of their own), Ray Train (restarts all; its health check
@@ -50,7 +50,7 @@ from benchmarks.recovery_peers import LIGHTHOUSE
 from eagleray.actors.chaos import ChaosPlan, Injector
 from eagleray.project import Project
 
-_SETTLE_S = 12.0
+_SETTLE_S = 8.0
 _LIMIT_S = 150.0
 _START_S = 60.0
 _GOAL_S = 3.0
@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     for way in arguments.only:
         if way == _NODES:
-            figures += _of_nodes(1 if arguments.quick else 3)
+            figures += _of_nodes(1 if arguments.quick else 2)
             continue
         with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
             if way == "eagleray":

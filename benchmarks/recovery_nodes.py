@@ -23,7 +23,7 @@ from eagleray.actors.trainer.progress import Progress
 from eagleray.platform.cluster import session
 from eagleray.project import Project
 
-_SETTLE_S = 12.0
+_SETTLE_S = 8.0
 _LIMIT_S = 300.0
 
 
