@@ -75,7 +75,8 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     for way in arguments.only:
         if way == _NODES:
-            figures += _of_nodes(1 if arguments.quick else 2)
+            with _skipped(way):
+                figures += _of_nodes(1 if arguments.quick else 2)
             continue
         with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
             if way == "eagleray":

@@ -21,6 +21,7 @@ from tools.ray_node import RayNode
 
 from eagleray.actors.trainer.progress import Progress
 from eagleray.platform.cluster import session
+from eagleray.platform.cluster.options import LOOPBACK_VARIABLES
 from eagleray.project import Project
 
 _SETTLE_S = 8.0
@@ -58,7 +59,10 @@ def _ray(folder: Path, losses: int) -> list[float]:
     with _nodes(project) as nodes, (folder / "log").open("wb") as log:
         driver = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.recovery_peers", "ray-elastic", str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": nodes.address},
+            env={
+                **os.environ, **LOOPBACK_VARIABLES, "OMP_NUM_THREADS": "1",
+                "RAY_ADDRESS": nodes.address,
+            },
             stdout=log, stderr=log,
         )  # fmt: skip
         try:
