@@ -44,7 +44,7 @@ def open_model(spec: ServingSpec) -> ServedModel:
         config.kv_cache_bytes, decoder.config, config.block_tokens, dtype.itemsize
     )
     cache = KVCache(decoder.config, num_blocks, config.block_tokens, dtype, weight.device)
-    pool = BlockPool(num_blocks, config.block_tokens)
+    pool = BlockPool(num_blocks, config.block_tokens, keeps_prefixes=config.prefix_cache)
     scheduling = SchedulerLimits(config.max_running, config.max_queued, config.step_tokens)
     limits = RequestLimits(
         vocab_size=decoder.config.vocab_size,

@@ -353,6 +353,9 @@ class ServeConfig(Section):
     block_tokens: int = Field(default=16, ge=1, le=256)
     """Tokens per KV-cache block."""
     kv_cache_bytes: ByteSize = 256_000_000
+    prefix_cache: bool = True
+    """Keep the blocks of requests that ended, as long as nobody needs them, for those that begin
+    alike: a system prompt is computed once."""
     weights: Literal["exact", "int8", "int4"] = "exact"
     """exact: as registered; others: linear layers rounded, in groups of 32 inputs, for compiled
     kernels on the CPU. int4 leaves the head at 8 bits, and 4-bit weights of a GGUF file alone."""

@@ -156,12 +156,13 @@ class ChatChoice:
 def usage(timings: Sequence[StreamTiming], num_choices: int) -> Document:
     """Token counts of a response whose choices come `num_choices` to a prompt."""
     prompt = sum(timing.num_prompt for timing in timings[::num_choices])
+    cached = sum(timing.num_reused for timing in timings[::num_choices])
     completion = sum(timing.num_output for timing in timings)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

@@ -22,12 +22,14 @@ _GAUGES = {
     "num_waiting": ("waiting_requests", "Requests without a seat."),
     "num_blocks": ("kv_blocks", "KV blocks in the pool."),
     "num_free_blocks": ("kv_free_blocks", "KV blocks that nobody holds."),
+    "num_kept_blocks": ("kv_kept_blocks", "Those of them that hold a prefix for later requests."),
 }
 _COUNTERS = {
     "num_preemptions": ("preemptions", "Requests that lost their blocks to an older one."),
     "num_steps": ("steps", "Forward passes."),
     "num_failed_steps": ("failed_steps", "Forward passes that raised."),
     "num_computed_tokens": ("computed_tokens", "Tokens that went through the model."),
+    "num_reused_tokens": ("reused_tokens", "Tokens of which an earlier request had left keys."),
     "num_output_tokens": ("output_tokens", "Tokens that were sampled."),
 }
 

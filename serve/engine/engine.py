@@ -66,6 +66,8 @@ class EngineStats:
     num_steps: int
     num_failed_steps: int
     num_computed_tokens: int
+    num_reused_tokens: int
+    num_kept_blocks: int
     num_output_tokens: int
     finished: dict[FinishReason, int]
 
@@ -198,6 +200,8 @@ class Engine:
                 num_steps=self._num_steps,
                 num_failed_steps=self._num_failed_steps,
                 num_computed_tokens=self._num_computed,
+                num_reused_tokens=scheduler.num_reused_tokens,
+                num_kept_blocks=scheduler.pool.num_kept,
                 num_output_tokens=self._num_output,
                 finished=dict(scheduler.finished),
             )
@@ -263,6 +267,7 @@ class Engine:
             for chunk in plan.chunks:
                 timing = self._open[chunk.request.request_id].stream.timing
                 timing.started_s = timing.started_s or now_s
+                timing.num_reused = min(chunk.request.num_reused, chunk.request.num_prompt)
         if not plan.chunks:
             return
         try:

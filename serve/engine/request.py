@@ -67,7 +67,13 @@ class Request:
     finish_reason: FinishReason | None = None
     num_computed: int = 0
     num_preemptions: int = 0
+    num_reused: int = 0
+    """Tokens that were not computed for it, as an earlier request begins alike."""
     block_table: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they were needed."""
+    num_named: int = 0
+    """Blocks of the table that the pool has been told the names of."""
 
     @property
     def num_output(self) -> int:

@@ -10,6 +10,8 @@ Laws:
       request that `Request.max_tokens` allows to fit alone finishes.
     * Everything is bounded: running and waiting requests together by `max_running + max_queued`.
     * Blocks belong to running requests only; a request that ends or is preempted holds none.
+    * What a request has in common with the beginning of an earlier one is not computed again as
+      long as the pool keeps it; at least its last token is computed, for there is one to draw.
 Not thread-safe: the engine calls it under its lock.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from eagleray.platform.errors import UsageError
-from eagleray.serve.engine.block_pool import BlockPool, PoolIntegrityError
+from eagleray.serve.engine.block_pool import BlockPool, PoolIntegrityError, block_names
 from eagleray.serve.engine.refusals import QueueFullError
 from eagleray.serve.engine.request import FinishReason, Request, RequestState
 
@@ -90,6 +92,7 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._next_order = 0
         self.num_preemptions = 0
+        self.num_reused_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
 
     @property
@@ -159,6 +162,7 @@ class Scheduler:
             if request.is_finished:
                 continue
             request.num_computed += chunk.length
+            self._name_full_blocks(request)
             if chunk.samples:
                 request.tokens.append(sampled[request.request_id])
                 grown.append(request)
@@ -236,18 +240,45 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self.limits.max_running:
             return None
         request = self._waiting[0]
-        needed = self.pool.blocks_for(len(request.tokens))
+        found = self._match(request)
+        needed = self.pool.blocks_for(len(request.tokens)) - len(found)
         # One more block for each request that runs, or the newcomer would be preempted at once: so
         # nor does whoever was preempted in this very step come back in it.
-        if needed + len(self._running) > self.pool.num_free:
-            return None
-        blocks = self.pool.allocate(needed)
+        has_room = needed + len(self._running) <= self.pool.num_free
+        blocks = self.pool.allocate(needed) if has_room else None
         if blocks is None:
+            self.pool.release(found)
             return None
         del self._waiting[0]
-        request.block_table, request.state = blocks, RequestState.RUNNING
+        request.block_table, request.state = found + blocks, RequestState.RUNNING
+        request.num_computed = len(found) * self.pool.block_tokens
+        request.num_named = len(found)
+        if not request.num_preemptions:  # else it may be its own
+            request.num_reused = request.num_computed
+        self.num_reused_tokens += request.num_computed
         bisect.insort(self._running, request, key=_by_arrival)
         return request
+
+    def _match(self, request: Request) -> list[int]:
+        """Take the kept blocks that a waiting request begins with."""
+        if not self.pool.keeps_prefixes:
+            return []
+        size, tokens = self.pool.block_tokens, request.tokens
+        request.block_names = block_names(tokens, size, request.block_names)
+        return self.pool.match(request.block_names[: (len(tokens) - 1) // size])
+
+    def _name_full_blocks(self, request: Request) -> None:
+        if not self.pool.keeps_prefixes:
+            return
+        size, before = self.pool.block_tokens, len(request.block_names)
+        # A block is full when its last token is computed.
+        full = request.num_computed // size
+        if full > before:
+            computed = request.tokens[: request.num_computed]
+            request.block_names = block_names(computed, size, request.block_names)
+        for number in range(request.num_named, full):
+            self.pool.keep(request.block_table[number], request.block_names[number])
+        request.num_named = max(request.num_named, full)
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
@@ -259,7 +290,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_table)
-        request.block_table, request.num_computed = [], 0
+        request.block_table, request.num_computed, request.num_named = [], 0, 0
 
 
 def _by_arrival(request: Request) -> int:

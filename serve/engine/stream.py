@@ -46,6 +46,8 @@ class StreamTiming:
     first_token_s: float = 0.0
     finished_s: float = 0.0
     num_output: int = 0
+    num_reused: int = 0
+    """Tokens of the prompt that an earlier request had left."""
 
     @property
     def queue_s(self) -> float:

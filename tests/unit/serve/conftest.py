@@ -148,12 +148,13 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         context_tokens: int = 128,
         open_gate: bool = True,
         timeout_s: float = 1000.0,
+        keeps_prefixes: bool = False,
     ) -> Rig:
         now = [0.0]
         model = CacheModel(block_tokens)
         if open_gate:
             model.gate.set()
-        pool = BlockPool(num_blocks, block_tokens)
+        pool = BlockPool(num_blocks, block_tokens, keeps_prefixes=keeps_prefixes)
         scheduler = Scheduler(SchedulerLimits(max_running, max_queued, step_tokens), pool)
         limits = RequestLimits(VOCAB_SIZE, context_tokens, pool.capacity_tokens, 64)
         engine = Engine(model, scheduler, ByteText(), limits, timeout_s, clock=lambda: now[0])

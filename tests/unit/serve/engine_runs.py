@@ -51,6 +51,7 @@ def run(
     max_running: int = 16,
     max_tokens: int = 12,
     garbage: bool = False,
+    keeps_prefixes: bool = False,
 ) -> tuple[list[list[int]], list[list[torch.Tensor]], int]:
     """Greedy tokens and logits of every request, and how many were preempted."""
     cache = KVCache(CONFIG, num_blocks, BLOCK_TOKENS, dtype, CPU)
@@ -61,7 +62,9 @@ def run(
         cache._v_LNSKC[:, blocks_L] = torch.nan
     runner = make_runner(cache)
     limits = SchedulerLimits(max_running, 99, step_tokens)
-    scheduler = Scheduler(limits, BlockPool(num_blocks, BLOCK_TOKENS))
+    scheduler = Scheduler(
+        limits, BlockPool(num_blocks, BLOCK_TOKENS, keeps_prefixes=keeps_prefixes)
+    )
     params = SamplingParams(temperature=0)
     requests = [
         Request(str(i), list(prompt), len(prompt), params, max_tokens, 0, 1e9)

@@ -57,6 +57,23 @@ def test_a_completion_has_text_usage_digest_and_timing(site: Site, oracle: Any) 
     assert float(response.headers["x-ttft-ms"]) >= 0
 
 
+def test_a_prompt_that_was_there_before_is_told_and_answered_alike(
+    make_site: MakeSite, oracle: Any
+) -> None:
+    site = make_site(keeps_prefixes=True)
+    told = []
+    for prompt in ("a system prompt: one", "a system prompt: two", "other"):
+        response = site.post("/v1/completions", prompt=prompt, max_tokens=5, temperature=0)
+        document = response.json()
+        assert document["choices"][0]["text"] == letters(oracle, prompt, 5)
+        told.append(document["usage"]["prompt_tokens_details"]["cached_tokens"])
+    # Blocks of four tokens.
+    assert told == [0, 16, 0]
+    shown = site.call("GET", "/metrics").text
+    assert "eagleray_serve_reused_tokens_total 16.0" in shown
+    assert re.search(r"eagleray_serve_kv_kept_blocks [1-9]", shown)
+
+
 def test_prompts_and_choices_are_numbered_prompt_by_prompt(site: Site, oracle: Any) -> None:
     response = site.post(
         "/v1/completions", prompt=["a", "bb"], n=2, max_tokens=3, top_k=1, seed=1

@@ -234,7 +234,8 @@ def test_a_request_computes_the_same_bits_alone_in_a_batch_and_after_a_preemptio
     play = partial(run, partial(NativeRunner, native), dtype=CACHE_DTYPE)
     asked = prompts(*[1 + (7 * i) % 40 for i in range(32)])
     alone = [play([prompt])[:2] for prompt in asked]
-    for options in ({"num_blocks": 600}, {"num_blocks": 60}, {"num_blocks": 600, "garbage": True}):
+    few, many = {"num_blocks": 60}, {"num_blocks": 600}
+    for options in (many, few, {**many, "garbage": True}, {**few, "keeps_prefixes": True}):
         together, logits, preemptions = play(asked, max_running=32, **options)
         assert (preemptions > 0) == (options["num_blocks"] == 60)
         for (tokens, rows), got, got_rows in zip(alone, together, logits, strict=True):
@@ -268,3 +269,19 @@ def test_a_model_whose_heads_do_not_fit_is_not_taken() -> None:
     assert runs(CONFIG)
     assert not runs(DecoderConfig(**{**fields, "head_dim": 20}))
     assert not runs(DecoderConfig(**{**fields, "head_dim": 40}))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_an_earlier_request_left_gives_the_bits_that_are_computed(bits: int) -> None:
+    native = NativeDecoder(
+        make_decoder(), bits=bits, block_tokens=BLOCK_TOKENS, cache_dtype=CACHE_DTYPE,
+        num_threads=2,
+    )  # fmt: skip
+    play = partial(run, partial(NativeRunner, native), dtype=CACHE_DTYPE, max_running=1)
+    [system] = prompts(21)
+    asked = [[*system, *end] for end in prompts(1, 3, 9, 1)]
+    kept, kept_logits, _ = play(asked, keeps_prefixes=True)
+    fresh, fresh_logits, _ = play(asked)
+    assert kept == fresh
+    for rows, fresh_rows in zip(kept_logits, fresh_logits, strict=True):
+        assert all(map(torch.equal, rows, fresh_rows))

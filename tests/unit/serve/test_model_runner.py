@@ -54,6 +54,13 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(decoder: Decoder) -
     assert tokens == [reference(decoder, prompt, 12) for prompt in asked]
 
 
+def test_kept_prefixes_give_the_same_tokens(decoder: Decoder) -> None:
+    [system] = prompts(21)
+    asked = [[*system, *end] for end in prompts(1, 3, 9, 1)]
+    tokens, _, _ = run(partial(ModelRunner, decoder), asked, max_running=1, keeps_prefixes=True)
+    assert tokens == [reference(decoder, prompt, 12) for prompt in asked]
+
+
 def test_what_earlier_owners_left_in_a_block_is_never_seen(decoder: Decoder) -> None:
     asked = prompts(3, 18)
     tokens, _, _ = run(partial(ModelRunner, decoder), asked, garbage=True)

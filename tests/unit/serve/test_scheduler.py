@@ -27,9 +27,11 @@ def make_scheduler(
     max_running: int = 4,
     max_queued: int = 8,
     step_tokens: int = 16,
+    keeps_prefixes: bool = False,
 ) -> Scheduler:
     limits = SchedulerLimits(max_running, max_queued, step_tokens)
-    return Scheduler(limits, BlockPool(num_blocks, block_tokens))
+    pool = BlockPool(num_blocks, block_tokens, keeps_prefixes=keeps_prefixes)
+    return Scheduler(limits, pool)
 
 
 def step(scheduler: Scheduler, now_s: float = 0.0) -> StepPlan:
@@ -199,8 +201,64 @@ ARRIVALS = st.lists(
 )
 
 
+def prompted(name: str, tokens: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(temperature=0)
+    return Request(name, tokens, len(tokens), params, max_tokens, 0, 1e9)
+
+
+def test_what_earlier_requests_began_with_is_not_computed_again() -> None:
+    scheduler = make_scheduler(keeps_prefixes=True, step_tokens=64)
+    system = list(range(100, 118))  # four blocks and a half
+    scheduler.submit([prompted("a", [*system, 1, 2, 3], 2)])
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.pool.num_free == 64
+    later = [prompted(name, [*system, 7, 8], 3) for name in "bc"]
+    scheduler.submit(later)
+    # Both begin behind the four blocks, which they share; the fifth differs.
+    assert lengths(step(scheduler)) == {"b": 4, "c": 4}
+    assert [request.num_reused for request in later] == [16, 16]
+    assert later[0].block_table[:4] == later[1].block_table[:4]
+    assert later[0].block_table[4] != later[1].block_table[4]
+    assert scheduler.num_reused_tokens == 32
+
+
+def test_of_a_prompt_that_is_there_as_a_whole_the_last_block_is_computed() -> None:
+    scheduler = make_scheduler(keeps_prefixes=True)
+    for name in "ab":
+        scheduler.submit([prompted(name, list(range(8)), 1)])
+        plan = step(scheduler)
+        assert not scheduler.has_work
+    assert lengths(plan) == {"b": 4}
+
+
+def test_output_is_kept_as_well_for_the_next_turn_of_a_talk() -> None:
+    scheduler = make_scheduler(keeps_prefixes=True)
+    scheduler.submit([prompted("a", [5, 6, 7], 6)])
+    while scheduler.has_work:
+        step(scheduler)
+    # Its ninth token was drawn and not computed.
+    turn = prompted("b", [5, 6, 7, 1, 1, 1, 1, 1, 1, 9], 1)
+    scheduler.submit([turn])
+    step(scheduler)
+    assert turn.num_reused == 8
+
+
+def test_kept_blocks_give_way_to_whoever_needs_them() -> None:
+    scheduler = make_scheduler(num_blocks=6, keeps_prefixes=True, step_tokens=64)
+    for number in range(4):
+        scheduler.submit([prompted(str(number), [number] * 18, 2)])
+        while scheduler.has_work:
+            step(scheduler)
+        assert scheduler.pool.num_free == 6
+    assert scheduler.num_preemptions == 0
+
+
 @settings(max_examples=80)
-@given(ARRIVALS, st.integers(1, 4), st.integers(0, 8), st.integers(1, 6), st.integers(0, 12))
+@given(
+    ARRIVALS, st.integers(1, 4), st.integers(0, 8), st.integers(1, 6), st.integers(0, 12),
+    st.booleans(),
+)  # fmt: skip
 def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
     cache_model: Any,
     oracle: Callable[[Sequence[int], int], list[int]],
@@ -209,16 +267,18 @@ def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
     spare_blocks: int,
     max_running: int,
     spare_budget: int,
+    keeps_prefixes: bool,
 ) -> None:
     longest = max(prompt + output for _, prompt, output, _ in arrivals)
     num_blocks = -(-longest // block_tokens) + spare_blocks
     budget = max_running + spare_budget
-    scheduler = make_scheduler(num_blocks, block_tokens, max_running, 99, budget)
+    scheduler = make_scheduler(num_blocks, block_tokens, max_running, 99, budget, keeps_prefixes)
     model = cache_model(block_tokens)
     model.gate.set()
     requests = [
         Request(
-            f"r{i}", [(5 * i + j) % 251 for j in range(prompt)], prompt,
+            # Two kinds of prompts: they begin alike, and go on alike when they are generated.
+            f"r{i}", [(5 * (i % 2) + j) % 251 for j in range(prompt)], prompt,
             SamplingParams(temperature=0), output, 0, 1e9,
         )
         for i, (_, prompt, output, _) in enumerate(arrivals)
