@@ -11,6 +11,7 @@ from eagleray.platform.model import hf_layout
 from eagleray.platform.model.decoder import Decoder
 from eagleray.platform.model.text import ModelText
 from eagleray.platform.storage import Storage
+from eagleray.serve.api.allowance import KeyLimits
 from eagleray.serve.api.keys import KeyStore
 from eagleray.serve.api.served_model import ServedModel
 from eagleray.serve.engine.block_pool import BlockPool
@@ -69,6 +70,7 @@ def open_model(spec: ServingSpec) -> ServedModel:
         text=text,
         timeout_s=config.request_timeout_s,
         max_body_bytes=config.max_body_bytes,
+        key_limits=KeyLimits(**config.key_limits.model_dump()),
     )
 
 

@@ -340,6 +340,16 @@ class EvalConfig(Section):
     """How much worse than the promoted model, relatively, still passes."""
 
 
+class KeyLimitsConfig(Section):
+    """What each API key may use on each replica, unless it has limits of its own; null: no limit."""
+
+    requests_per_s: float | None = Field(default=None, gt=0)
+    concurrency: int | None = Field(default=None, ge=1)
+    """Requests at once."""
+    tokens_per_min: int | None = Field(default=None, ge=1)
+    """Of prompts and outputs together."""
+
+
 class ServeConfig(Section):
     """The inference endpoint."""
 
@@ -371,6 +381,7 @@ class ServeConfig(Section):
     max_body_bytes: ByteSize = 1_000_000
     require_key: bool = True
     """Off only behind something else that authenticates."""
+    key_limits: KeyLimitsConfig = KeyLimitsConfig()
 
 
 class ProjectConfig(Section):

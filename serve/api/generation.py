@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from eagleray.serve.api.refusal import ApiError, deadline_exceeded
+from eagleray.serve.api.refusal import ApiError, deadline_exceeded, displaced
 from eagleray.serve.engine.request import FinishReason
 from eagleray.serve.engine.sampled_token import TokenLogprob
 from eagleray.serve.engine.stream import Delta, TokenStream
@@ -64,6 +64,8 @@ class Generation:
         async for index, delta in source:
             if delta.finish_reason is FinishReason.DEADLINE:
                 raise deadline_exceeded(f"not finished within {self._timeout_s:g} s, the limit")
+            if delta.finish_reason is FinishReason.DISPLACED:
+                raise displaced()
             if delta.finish_reason is FinishReason.ERROR:
                 message = f"generation failed: {delta.error}"
                 raise ApiError(500, message, "server_error", code="generation_failed")

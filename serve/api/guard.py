@@ -11,6 +11,8 @@ from eagleray.serve.api.keys import KeyStore
 from eagleray.serve.api.limits import check_head
 from eagleray.serve.api.refusal import ApiError, unauthorized
 
+KEY = "eagleray_key"
+"""Under which a request's state holds the key that it came with."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _OPEN_METHODS = frozenset({"GET", "HEAD"})
 _SCHEME = b"bearer "
@@ -52,8 +54,10 @@ class Guard:
         if len(presented) > 1 or not presented[0].lower().startswith(_SCHEME):
             raise unauthorized("the Authorization header is not of the form Bearer er-...")
         secret = presented[0][len(_SCHEME) :].strip().decode("ascii", "replace")
-        if self._keys.verify(secret) is None:
+        key = self._keys.verify(secret)
+        if key is None:
             raise unauthorized("the API key is wrong or was revoked")
+        scope["state"] = {**scope.get("state", {}), KEY: key}
 
 
 def _is_open(scope: Scope) -> bool:

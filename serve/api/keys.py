@@ -1,16 +1,19 @@
 """API keys: 256 random bits, known to their owner alone; at rest there is only a digest.
 
     <storage>/keys.json, mode 0600
-    {"format": 1, "keys": [{"name", "sha256", "last4", "created_s"}]}
+    {"format": 2, "keys": [{"name", "sha256", "last4", "created_s",
+                            "requests_per_s", "concurrency", "tokens_per_min"}]}
 
 SHA-256 without salt or stretching is enough: nobody can guess 256 random bits, and equal keys do
-not exist. A server that runs sees keys made and revoked by others at its next request.
+not exist. A server that runs sees keys made and revoked by others at its next request. Format 1
+had no limits.
 """
 
 import hashlib
 import hmac
 import json
 import logging
+import math
 import re
 import secrets
 import time
@@ -20,11 +23,13 @@ from typing import Any
 
 from eagleray.platform.errors import NotFoundError, StorageError, UsageError
 from eagleray.platform.storage import Storage, canonical_json
+from eagleray.serve.api.allowance import KeyLimits
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "er-"
-FORMAT = 1
+FORMAT = 2
+_FORMATS = (1, 2)
 _FILE = "keys.json"
 _RANDOM_BYTES = 32
 _MAX_KEYS = 1000
@@ -40,6 +45,14 @@ class ApiKey:
     sha256: str
     last4: str
     created_s: float
+    requests_per_s: float | None = None
+    concurrency: int | None = None
+    tokens_per_min: int | None = None
+
+    @property
+    def limits(self) -> KeyLimits:
+        """What it may use; where it says nothing, `serve.key_limits` does."""
+        return KeyLimits(self.requests_per_s, self.concurrency, self.tokens_per_min)
 
 
 class KeyStore:
@@ -55,14 +68,19 @@ class KeyStore:
         self._seen: _Signature | None = None
         self._keys: tuple[ApiKey, ...] = ()
 
-    def create(self, name: str) -> str:
+    def create(self, name: str, limits: KeyLimits | None = None) -> str:
         """Make a key.
+
+        Args:
+            name: What it is for.
+            limits: What it may use, beside what holds for every key.
 
         Returns:
             The key itself; it cannot be shown again.
 
         Raises:
-            UsageError: The name is taken or breaks the naming rule, or there are too many keys.
+            UsageError: The name is taken or breaks the naming rule, a limit is not above 0, or
+                there are too many keys.
             ConflictError: Somebody changed the keys at the same moment; nothing changed.
         """
         before, keys = self._load()
@@ -77,8 +95,12 @@ class KeyStore:
             )
         if len(keys) >= _MAX_KEYS:
             raise UsageError(f"there are {len(keys)} keys, the most kept", "revoke unused ones")
+        given = {} if limits is None else asdict(limits)
+        for limit, value in given.items():
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{limit} {value} must be above 0", "leave it out for no limit")
         secret = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
-        made = ApiKey(name, _digest(secret), secret[-4:], self._clock())
+        made = ApiKey(name, _digest(secret), secret[-4:], self._clock(), **given)
         self._save(before, [*keys, made])
         return secret
 
@@ -153,9 +175,9 @@ class KeyStore:
 def _parsed(data: bytes, path: str) -> list[ApiKey]:
     try:
         content: Any = json.loads(data)
-        if content["format"] != FORMAT:
+        if content["format"] not in _FORMATS:
             raise StorageError(
-                f"{path} has format {content['format']}, this eagleray reads {FORMAT}",
+                f"{path} has format {content['format']}, this eagleray reads up to {FORMAT}",
                 "use the eagleray version that wrote it, or a newer one",
             )
         return [ApiKey(**key) for key in content["keys"]]

@@ -4,7 +4,8 @@ Names are `eagleray_serve_<what>_<unit>`. Every application has a registry of it
 servers in one process do not mix.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -50,10 +51,24 @@ class ServeMetrics:
             ["route", "status"],
             registry=self._registry,
         )
+        self._key_requests = self._counter("key_requests", "Requests that ended, by key.")
+        self._key_tokens = self._counter("key_tokens", "Tokens by key and kind.", "kind")
+        self._key_compute = self._counter(
+            "key_compute_seconds", "Each key's part of the engine's time, by tokens."
+        )
         self._ttft = self._histogram("ttft", "Seconds to the first token.", _SECONDS)
         self._queue = self._histogram("queue", "Seconds before the first step.", _SECONDS)
         self._total = self._histogram("request", "Seconds from arrival to the end.", _SECONDS)
         self._tpot = self._histogram("tpot", "Seconds per token after the first.", _TOKEN_SECONDS)
+
+    def used(self, key: str, counts: Mapping[str, Any], compute_s: float) -> None:
+        """Count what a request of a key has used; `counts` as in the answer."""
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        self._key_requests.labels(key).inc()
+        self._key_tokens.labels(key, "prompt").inc(counts["prompt_tokens"] - cached)
+        self._key_tokens.labels(key, "cached").inc(cached)
+        self._key_tokens.labels(key, "output").inc(counts["completion_tokens"])
+        self._key_compute.labels(key).inc(compute_s)
 
     def answered(self, route: str, status: int) -> None:
         """Count an answer."""
@@ -72,6 +87,9 @@ class ServeMetrics:
     def text(self) -> bytes:
         """The Prometheus exposition."""
         return generate_latest(self._registry)
+
+    def _counter(self, what: str, about: str, *labels: str) -> Counter:
+        return Counter(f"eagleray_serve_{what}", about, ["key", *labels], registry=self._registry)
 
     def _histogram(self, what: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(

@@ -18,11 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from eagleray.platform.errors import EagleRayError
+from eagleray.serve.api.allowance import Allowances, Visit
 from eagleray.serve.api.event_stream import DisconnectWatch, EventStream
 from eagleray.serve.api.formats import DONE, Answer, ChatChoice, Document, TextChoice, event, usage
 from eagleray.serve.api.generation import Generation
-from eagleray.serve.api.guard import Guard
-from eagleray.serve.api.keys import KeyStore
+from eagleray.serve.api.guard import KEY, Guard
+from eagleray.serve.api.keys import ApiKey, KeyStore
 from eagleray.serve.api.limits import read_json
 from eagleray.serve.api.metrics import ServeMetrics
 from eagleray.serve.api.parsing import GenerationRequest, parse_chat, parse_completion
@@ -70,6 +71,7 @@ def create_app(
 class _Api:
     def __init__(self, model: ServedModel, metrics: ServeMetrics, sends_request_id: bool) -> None:
         self._model, self._metrics = model, metrics
+        self._allowances = Allowances()
         self._sends_request_id = sends_request_id
 
     async def health(self) -> Response:
@@ -134,17 +136,42 @@ class _Api:
         self, request: Request, asked: GenerationRequest, form: type[TextChoice | ChatChoice]
     ) -> Response:
         self._check_model(asked.model)
+        key: ApiKey | None = request.scope.get("state", {}).get(KEY)
+        visit = self._enter(key)
+        try:
+            return await self._admitted(request, asked, form, key.name if key else "", visit)
+        except BaseException:
+            visit.leave(0)
+            raise
+
+    def _enter(self, key: ApiKey | None) -> Visit:
+        if key is None:
+            return Visit(lambda _: None)
+        return self._allowances.enter(key.name, key.limits.over(self._model.key_limits))
+
+    async def _admitted(
+        self,
+        request: Request,
+        asked: GenerationRequest,
+        form: type[TextChoice | ChatChoice],
+        owner: str,
+        visit: Visit,
+    ) -> Response:
         # Long texts take a while: in a thread, or every other stream would stutter.
         prompts = await asyncio.to_thread(self._tokens, asked)
-        streams = self._model.engine.submit(prompts, asked.params, self._model.timeout_s)
+        streams = self._model.engine.submit(prompts, asked.params, self._model.timeout_s, owner)
         generation = Generation(streams, self._model.timeout_s)
         watch = DisconnectWatch(request.receive, generation.close)
 
         def close() -> None:
             watch.stop()
             generation.close()
-            for stream in streams:
-                self._metrics.generated(stream.timing)
+            timings = [stream.timing for stream in streams]
+            counts = usage(timings, asked.params.n)
+            visit.leave(counts["total_tokens"])
+            self._metrics.used(owner, counts, sum(timing.compute_s for timing in timings))
+            for timing in timings:
+                self._metrics.generated(timing)
 
         wants_logprobs = asked.params.logprobs is not None
         choices = [form(i, wants_logprobs, self._model.text) for i in range(len(streams))]

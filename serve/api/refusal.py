@@ -96,6 +96,17 @@ def deadline_exceeded(message: str) -> ApiError:
     return ApiError(504, message, "timeout_error", code="deadline_exceeded")
 
 
+def displaced() -> ApiError:
+    """The request waited, and its place went to somebody who had fewer."""
+    return ApiError(
+        429,
+        "all places are taken and this key has most of them: retry later, or send fewer at once",
+        "rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(_STOPPED_RETRY_S)},
+    )
+
+
 def unauthorized(message: str) -> ApiError:
     """No key, or a wrong one."""
     return ApiError(

@@ -1,9 +1,10 @@
 """What an API needs to know of the model behind it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from eagleray.serve.api.allowance import KeyLimits
 from eagleray.serve.engine.engine import Engine
 
 
@@ -35,6 +36,7 @@ class ServedModel:
         text: Its tokenizer and chat template.
         timeout_s: Longest life of a request.
         max_body_bytes: Largest body that is read.
+        key_limits: What a key may use that has no limits of its own.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ServedModel:
     text: ServedText
     timeout_s: float
     max_body_bytes: int
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
 
     @property
     def names(self) -> tuple[str, str]:

@@ -127,6 +127,7 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         timeout_s: float | None = None,
+        owner: str = "",
     ) -> list[TokenStream]:
         """Queue prompts, all or none.
 
@@ -134,6 +135,7 @@ class Engine:
             prompts: Token ids of each.
             params: Sampling rules of all of them.
             timeout_s: Deadline from now; never beyond the engine's own.
+            owner: Whose they are; owners share seats and places evenly.
 
         Returns:
             `params.n` streams per prompt, prompt by prompt.
@@ -166,6 +168,7 @@ class Engine:
                     max_tokens,
                     seed_of_choice(seed, choice),
                     deadline_s,
+                    owner,
                 )
                 timing = StreamTiming(len(prompt), now_s)
                 stream = TokenStream(request.request_id, timing, self.cancel)
@@ -174,7 +177,11 @@ class Engine:
         with self._work:
             if not self.is_healthy:
                 raise EngineStoppedError("the engine takes no more requests", "retry elsewhere")
-            self._scheduler.submit([entry.request for entry in opened], self._retry_after_s())
+            displaced = self._scheduler.submit(
+                [entry.request for entry in opened], self._retry_after_s()
+            )
+            for request in displaced:
+                self._close(request, FinishReason.DISPLACED)
             self._open.update((entry.request.request_id, entry) for entry in opened)
             self._work.notify_all()
         return [entry.stream for entry in opened]
@@ -270,6 +277,7 @@ class Engine:
                 timing.num_reused = min(chunk.request.num_reused, chunk.request.num_prompt)
         if not plan.chunks:
             return
+        begun_s = self._clock()
         try:
             output = self._runner.run(plan)
             tokens = sample(output.logits_NV, [chunk.request for chunk in output.sampling])
@@ -284,8 +292,15 @@ class Engine:
             self._num_steps += 1
             self._failed_in_row = 0
             self._num_computed += plan.num_tokens
+            self._charge(plan, self._clock() - begun_s)
             self._commit(plan, sampled)
             self._work.notify_all()
+
+    def _charge(self, plan: StepPlan, seconds: float) -> None:
+        for chunk in plan.chunks:
+            opened = self._open.get(chunk.request.request_id)
+            if opened is not None:
+                opened.stream.timing.compute_s += seconds * chunk.length / plan.num_tokens
 
     def _commit(self, plan: StepPlan, sampled: dict[str, SampledToken | None]) -> None:
         for chunk in plan.chunks:

@@ -2,7 +2,7 @@
 
     WAITING --admit--> RUNNING --finish--> FINISHED {stop, length, cancelled, deadline, error}
        ^                  |
-       `----- preempt ----'            (WAITING --finish--> FINISHED as well: cancel, deadline)
+       `----- preempt ----'     (WAITING --finish--> FINISHED as well: cancel, deadline, displaced)
 
 A preempted request keeps its tokens and loses its KV blocks; admitted again, it computes them anew.
 """
@@ -33,6 +33,8 @@ class FinishReason(StrEnum):
     """The client went away or asked for it."""
     DEADLINE = "deadline"
     """Its time was up."""
+    DISPLACED = "displaced"
+    """It waited, and its owner had more places than another one that came."""
     ERROR = "error"
     """The step that computed it failed."""
 
@@ -52,6 +54,7 @@ class Request:
         max_tokens: Most tokens to generate; prompt and these fit into context and pool.
         seed: Seeds this completion's samples.
         deadline_s: Clock reading after which it is given up.
+        owner: Whose it is; owners share seats and places evenly.
         order: Place in the order of arrival; set by the scheduler.
     """
 
@@ -62,6 +65,7 @@ class Request:
     max_tokens: int
     seed: int
     deadline_s: float
+    owner: str = ""
     order: int = -1
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None

@@ -5,10 +5,13 @@ chunks of prompts, oldest first, so a long prompt never stops the others' tokens
 more than half of what is left while others want some, so a short one is not stuck behind a long.
 
 Laws:
-    * First come, first served: a waiting request is never overtaken into a seat; when blocks run
-      out the youngest running request is preempted, so the oldest always advances and every
-      request that `Request.max_tokens` allows to fit alone finishes.
+    * A free seat goes to the owner that has fewest, and among an owner's requests to the one that
+      came first. When blocks run out the youngest running request is preempted, so the oldest
+      running one always advances and every request that `Request.max_tokens` allows to fit alone
+      finishes.
     * Everything is bounded: running and waiting requests together by `max_running + max_queued`.
+      Where that is full, an owner that has fewer of these places than another gets them from it:
+      who came last of those that wait for their first seat gives way.
     * Blocks belong to running requests only; a request that ends or is preempted holds none.
     * What a request has in common with the beginning of an earlier one is not computed again as
       long as the pool keeps it; at least its last token is computed, for there is one to draw.
@@ -110,20 +113,27 @@ class Scheduler:
         """There is something to plan."""
         return bool(self._waiting or self._running)
 
-    def submit(self, requests: Sequence[Request], retry_after_s: float = 1.0) -> None:
-        """Queue requests, all or none.
+    def submit(self, requests: Sequence[Request], retry_after_s: float = 1.0) -> list[Request]:
+        """Queue requests of one owner, all or none.
+
+        Returns:
+            Requests of others that had to give way; they have ended.
 
         Raises:
             QueueFullError: They would exceed the bound.
         """
         limit = self.limits.max_running + self.limits.max_queued
-        if len(self._by_id) + len(requests) > limit:
+        displaced = self._displaced(requests, len(self._by_id) + len(requests) - limit)
+        if displaced is None:
             raise QueueFullError(len(self._by_id), limit, retry_after_s)
+        for request in displaced:
+            self.finish(request, FinishReason.DISPLACED)
         for request in requests:
             request.order = self._next_order
             self._next_order += 1
             self._by_id[request.request_id] = request
             self._waiting.append(request)
+        return displaced
 
     def cancel(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; None if there is none (any more)."""
@@ -197,6 +207,21 @@ class Scheduler:
                 f"{len(self._waiting)} wait"
             )
 
+    def _displaced(self, requests: Sequence[Request], excess: int) -> list[Request] | None:
+        """Who gives way to requests that are `excess` too many; None if nobody has to."""
+        if excess <= 0:
+            return []
+        places = Counter(request.owner for request in self._by_id.values())
+        owner = requests[0].owner
+        largest = max(places, key=lambda other: places[other])
+        if places[largest] - excess < places[owner] + len(requests):
+            return None
+        youngest = [
+            request for request in reversed(self._waiting)
+            if request.owner == largest and not request.num_preemptions
+        ]  # fmt: skip
+        return youngest[:excess] if len(youngest) >= excess else None
+
     def _plan_decodes(self) -> list[Chunk]:
         chunks = []
         for request in list(self._running):
@@ -236,10 +261,12 @@ class Scheduler:
         return [Chunk.of(request, take) for request, take in takes.items()]
 
     def _admit_next(self) -> Request | None:
-        """Seat the oldest waiting request if a seat and blocks for all of its tokens are free."""
+        """Seat who is next, if a seat and blocks for all of its tokens are free."""
         if not self._waiting or len(self._running) >= self.limits.max_running:
             return None
-        request = self._waiting[0]
+        seats = Counter(request.owner for request in self._running)
+        # Of several first ones `min` takes the first, and they are in order of arrival.
+        request = min(self._waiting, key=lambda waiting: seats[waiting.owner])
         found = self._match(request)
         needed = self.pool.blocks_for(len(request.tokens)) - len(found)
         # One more block for each request that runs, or the newcomer would be preempted at once: so
@@ -249,7 +276,7 @@ class Scheduler:
         if blocks is None:
             self.pool.release(found)
             return None
-        del self._waiting[0]
+        self._waiting.remove(request)
         request.block_table, request.state = found + blocks, RequestState.RUNNING
         request.num_computed = len(found) * self.pool.block_tokens
         request.num_named = len(found)

@@ -48,6 +48,8 @@ class StreamTiming:
     num_output: int = 0
     num_reused: int = 0
     """Tokens of the prompt that an earlier request had left."""
+    compute_s: float = 0.0
+    """Its part of the steps that it was in, by tokens."""
 
     @property
     def queue_s(self) -> float:

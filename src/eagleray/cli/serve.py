@@ -22,6 +22,7 @@ from eagleray.platform.errors import UsageError
 from eagleray.project import Project
 
 if TYPE_CHECKING:
+    from eagleray.serve.api.allowance import KeyLimits
     from eagleray.serve.client import ChatClient
     from eagleray.serve.deployment import Endpoint
 
@@ -183,15 +184,29 @@ def chat(
 
 
 def create_key(
-    name: NameArgument, config: ConfigOption = Path(CONFIG_NAME), as_json: JsonOption = False
+    name: NameArgument,
+    requests_per_s: Annotated[
+        float | None, typer.Option(help="Most requests per second, on each replica.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Most requests at once.")] = None,
+    tokens_per_min: Annotated[
+        int | None, typer.Option(help="Most tokens per minute, of prompts and outputs.")
+    ] = None,
+    config: ConfigOption = Path(CONFIG_NAME),
+    as_json: JsonOption = False,
 ) -> None:
     """Make a key; it is shown once and kept only as a digest.
 
-    Example: eagleray keys create laptop
+    Without limits of its own, those of serve.key_limits hold for it.
+
+    Examples: eagleray keys create laptop
+              eagleray keys create partner --requests-per-s 5 --tokens-per-min 20000
     """
+    from eagleray.serve.api.allowance import KeyLimits
     from eagleray.serve.api.keys import KeyStore
 
-    key = KeyStore(Project.load(config).storage).create(name)
+    limits = KeyLimits(requests_per_s, concurrency, tokens_per_min)
+    key = KeyStore(Project.load(config).storage).create(name, limits)
     emit({"name": name, "key": key}, as_json, lambda: _show_key(key))
 
 
@@ -204,12 +219,18 @@ def list_keys(config: ConfigOption = Path(CONFIG_NAME), as_json: JsonOption = Fa
 
     keys = KeyStore(Project.load(config).storage).all()
     found = [
-        {"name": key.name, "last4": key.last4, "created_s": key.created_s} for key in keys
+        {
+            "name": key.name, "last4": key.last4, "created_s": key.created_s,
+            **asdict(key.limits),
+        }
+        for key in keys
     ]  # fmt: skip
     rows: list[list[Any]] = [
-        [key.name, f"{PREFIX}...{key.last4}", _when(key.created_s)] for key in keys
+        [key.name, f"{PREFIX}...{key.last4}", _when(key.created_s), _limits(key.limits)]
+        for key in keys
     ]
-    emit(found, as_json, lambda: console.print(table("keys", ["name", "key", "made"], rows)))
+    columns = ["name", "key", "made", "limits of its own"]
+    emit(found, as_json, lambda: console.print(table("keys", columns, rows)))
 
 
 def revoke_key(name: NameArgument, config: ConfigOption = Path(CONFIG_NAME)) -> None:
@@ -338,6 +359,14 @@ def _lines() -> Iterator[str]:
             return
         if line:
             yield line
+
+
+def _limits(limits: "KeyLimits") -> str:
+    told = {
+        "requests/s": limits.requests_per_s, "at once": limits.concurrency,
+        "tokens/min": limits.tokens_per_min,
+    }  # fmt: skip
+    return ", ".join(f"{value:g} {what}" for what, value in told.items() if value is not None)
 
 
 def _when(seconds: float) -> str:

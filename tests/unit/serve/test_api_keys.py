@@ -86,4 +86,4 @@ def test_removing_the_file_lets_nobody_in(storage: Storage) -> None:
 
 def test_the_file_names_its_format(storage: Storage) -> None:
     KeyStore(storage).create("a")
-    assert json.loads(storage.read("keys.json"))["format"] == 1
+    assert json.loads(storage.read("keys.json"))["format"] == 2

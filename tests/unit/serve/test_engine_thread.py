@@ -87,6 +87,15 @@ def test_a_full_engine_refuses_all_of_a_submission(make_rig: MakeRig) -> None:
     assert len(rig.engine.submit([[5]], GREEDY)) == 1
 
 
+def test_who_gives_way_to_another_owner_ends_with_that_reason(make_rig: MakeRig) -> None:
+    rig = make_rig(open_gate=False, max_running=1, max_queued=3)
+    streams = rig.engine.submit([[1], [2], [3], [4]], GREEDY, owner="a")
+    rig.engine.submit([[5]], GREEDY, owner="b")
+    assert collect(streams[3])[1] is FinishReason.DISPLACED
+    rig.model.gate.set()
+    assert collect(streams[2])[1] is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize(
     ("prompt", "rules", "param", "named"),
     [

@@ -201,9 +201,81 @@ ARRIVALS = st.lists(
 )
 
 
-def prompted(name: str, tokens: list[int], max_tokens: int) -> Request:
+def prompted(name: str, tokens: list[int], max_tokens: int, owner: str = "") -> Request:
     params = SamplingParams(temperature=0)
-    return Request(name, tokens, len(tokens), params, max_tokens, 0, 1e9)
+    return Request(name, tokens, len(tokens), params, max_tokens, 0, 1e9, owner)
+
+
+def owned(owner: str, count: int, max_tokens: int = 4) -> list[Request]:
+    return [prompted(f"{owner}{i}", [i + 1, 2, 3], max_tokens, owner) for i in range(count)]
+
+
+def names(requests: Sequence[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def test_seats_go_to_who_has_fewest_and_in_order_among_its_own() -> None:
+    scheduler = make_scheduler(max_running=4, max_queued=20)
+    for request in [*owned("a", 10), *owned("b", 3), *owned("c", 1)]:
+        scheduler.submit([request])
+    step(scheduler)
+    # The first seat is for who came first; then each has one, then those that came first again.
+    assert sorted(names(scheduler._running)) == ["a0", "a1", "b0", "c0"]
+    while scheduler.num_running == 4:
+        step(scheduler)
+    step(scheduler)
+    assert sorted(names(scheduler._running)) == ["a2", "a3", "b1", "b2"]
+
+
+def test_a_flood_of_one_owner_holds_nobody_else_up_for_longer_than_a_request() -> None:
+    scheduler = make_scheduler(max_running=2, max_queued=40)
+    scheduler.submit(owned("a", 30, max_tokens=3))
+    step(scheduler)
+    [other] = owned("b", 1)
+    scheduler.submit([other])
+    for _ in range(3):
+        step(scheduler)
+    assert other.state is RequestState.RUNNING
+
+
+def test_where_all_places_are_taken_the_owner_of_most_gives_way_up_to_an_even_share() -> None:
+    scheduler = make_scheduler(max_running=2, max_queued=6)
+    flood = owned("a", 8)
+    scheduler.submit(flood)
+    step(scheduler)
+    with pytest.raises(QueueFullError):
+        scheduler.submit(owned("a", 1))
+    given = []
+    for request in owned("b", 4):
+        given += scheduler.submit([request])
+        scheduler.check_integrity()
+    # Who came last of those that wait; and running ones never.
+    assert names(given) == ["a7", "a6", "a5", "a4"]
+    assert {request.finish_reason for request in given} == {FinishReason.DISPLACED}
+    with pytest.raises(QueueFullError):
+        scheduler.submit(owned("b", 1))
+    assert scheduler.num_running + scheduler.num_waiting == 8
+
+
+def test_nobody_gives_way_to_a_submission_that_would_not_fit_as_a_whole() -> None:
+    scheduler = make_scheduler(max_running=2, max_queued=4)
+    scheduler.submit(owned("a", 6))
+    with pytest.raises(QueueFullError):
+        scheduler.submit(owned("b", 4))
+    assert scheduler.num_waiting == 6
+    assert len(scheduler.submit(owned("b", 3))) == 3
+
+
+def test_what_runs_or_has_run_never_gives_way() -> None:
+    scheduler = make_scheduler(max_running=4, max_queued=0)
+    scheduler.submit(owned("a", 4))
+    step(scheduler)
+    with pytest.raises(QueueFullError):
+        scheduler.submit(owned("b", 1))
+    # One that lost its blocks has sent tokens already.
+    scheduler._preempt(scheduler._running[-1])
+    with pytest.raises(QueueFullError):
+        scheduler.submit(owned("b", 1))
 
 
 def test_what_earlier_requests_began_with_is_not_computed_again() -> None:
@@ -279,7 +351,7 @@ def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
         Request(
             # Two kinds of prompts: they begin alike, and go on alike when they are generated.
             f"r{i}", [(5 * (i % 2) + j) % 251 for j in range(prompt)], prompt,
-            SamplingParams(temperature=0), output, 0, 1e9,
+            SamplingParams(temperature=0), output, 0, 1e9, str(i % 3),
         )
         for i, (_, prompt, output, _) in enumerate(arrivals)
     ]  # fmt: skip
