@@ -99,7 +99,7 @@ def native_perplexity(decoder: Decoder, bits: int, ids_BT: np.ndarray) -> float:
     logits = [
         native.step(
             np.ascontiguousarray(ids_T[:-1]), rows, np.zeros_like(rows), table, rows, keys, values
-        )
+        )[0]
         for ids_T in ids_BT
     ]
     return _perplexity(torch.stack(logits), torch.from_numpy(ids_BT[:, 1:].astype(np.int64)))

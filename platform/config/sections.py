@@ -341,7 +341,7 @@ class EvalConfig(Section):
 
 
 class KeyLimitsConfig(Section):
-    """What each API key may use on each replica, unless it has limits of its own; null: no limit."""
+    """What each API key may use on each replica if it has no limits of its own; null: no limit."""
 
     requests_per_s: float | None = Field(default=None, gt=0)
     concurrency: int | None = Field(default=None, ge=1)

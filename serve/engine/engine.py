@@ -280,7 +280,8 @@ class Engine:
         begun_s = self._clock()
         try:
             output = self._runner.run(plan)
-            tokens = sample(output.logits_NV, [chunk.request for chunk in output.sampling])
+            requests = [chunk.request for chunk in output.sampling]
+            tokens = sample(output.logits_NV, requests, output.likeliest)
         except Exception as error:  # noqa: BLE001 whatever it meets, other requests must go on
             self._fail_step(plan, error)
             return

@@ -46,7 +46,7 @@ class NativeRunner:
             row_W[: len(table)] = table
         sampling = tuple(chunk for chunk in chunks if chunk.samples)
         sampled_N = ends_R[[chunk.samples for chunk in chunks]] - 1
-        logits_NV = self._decoder.step(
+        logits_NV, likeliest_N = self._decoder.step(
             np.array(tokens, dtype=np.int32),
             positions_T.astype(np.int32),
             requests_T,
@@ -54,4 +54,4 @@ class NativeRunner:
             sampled_N.astype(np.int32),
             *self._cache.pages,
         )
-        return StepOutput(sampling, logits_NV)
+        return StepOutput(sampling, logits_NV, likeliest_N.tolist())

@@ -27,15 +27,27 @@ _TOP_P_CANDIDATES = 512
 
 
 @torch.inference_mode()
-def sample(logits_NV: Tensor, requests: Sequence[Request]) -> list[SampledToken | None]:
+def sample(
+    logits_NV: Tensor, requests: Sequence[Request], likeliest: list[int] | None = None
+) -> list[SampledToken | None]:
     """Draw one token per row.
+
+    Args:
+        logits_NV: Of the model.
+        requests: Of the rows.
+        likeliest: The token of each row's largest logit, -1 where they are not finite, if known.
 
     Returns:
         In the order of the rows; None where the logits are not finite: the model has no answer.
     """
-    is_finite = logits_NV.sum(-1).isfinite().tolist()
     adjusted_NV = _penalized(logits_NV, requests)
-    tokens = adjusted_NV.argmax(-1).tolist()
+    if likeliest is not None:
+        is_finite = [token >= 0 for token in likeliest]
+    else:
+        is_finite = logits_NV.sum(-1).isfinite().tolist()
+    # Penalties may make another one the likeliest.
+    is_known = likeliest is not None and adjusted_NV is logits_NV
+    tokens = list(likeliest or ()) if is_known else adjusted_NV.argmax(-1).tolist()
     random_rows = [
         row for row, request in enumerate(requests)
         if is_finite[row] and not request.params.is_greedy

@@ -47,6 +47,7 @@ struct ErBatch {
   void *keys, *values;  // [num_layers, num_blocks, block_tokens, num_kv_heads, head_dim]
   int64_t layer_stride;
   float* logits;  // [num_sampled, vocab_size]
+  int32_t* likeliest;  // [num_sampled]; -1 where the logits are not finite
 };
 }
 
@@ -319,7 +320,32 @@ class Model {
       rms_norm(x, final_norm_, config_.dim, config_.norm_eps, scratch.row.memory.get());
       eagleray::quantize_row(scratch.row.memory.get(), config_.dim, rounded_, i);
     });
-    if (batch.num_sampled) product(*head_, batch.num_sampled, scratch, batch.logits, false);
+    if (!batch.num_sampled) return;
+    product(*head_, batch.num_sampled, scratch, batch.logits, false);
+    team_.each(batch.num_sampled, [&](int i) {
+      const size_t vocab = config_.vocab_size;
+      batch.likeliest[i] = likeliest(batch.logits + i * vocab, config_.vocab_size);
+    });
+  }
+
+  // The first of the largest; -1 if one is not finite.
+  static int likeliest(const float* logits, int count) {
+    const __m256 zero = _mm256_setzero_ps();
+    __m256 largest = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
+    __m256 spoilt = zero;  // x * 0 is 0 unless x is not finite
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+      const __m256 x = _mm256_loadu_ps(logits + i);
+      largest = _mm256_max_ps(largest, x);
+      spoilt = _mm256_add_ps(spoilt, _mm256_mul_ps(x, zero));
+    }
+    float most = eagleray::max_of(largest), rest = eagleray::sum_of(spoilt);
+    for (; i < count; ++i) {
+      most = std::max(most, logits[i]);
+      rest += logits[i] * 0.0f;
+    }
+    if (rest != 0.0f || std::isnan(rest)) return -1;
+    return static_cast<int>(std::find(logits, logits + count, most) - logits);
   }
 
   const ErConfig config_;

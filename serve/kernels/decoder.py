@@ -136,7 +136,7 @@ class NativeDecoder:
         sampled_N: np.ndarray,
         keys: Tensor,
         values: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, np.ndarray]:
         """Compute a step over a cache [L, blocks, slots, K, C].
 
         Args:
@@ -149,25 +149,27 @@ class NativeDecoder:
             values: As the keys.
 
         Returns:
-            Logits of the tokens that are sampled from, float32, [N, V].
+            Logits of the tokens that are sampled from, float32, [N, V]; and the likeliest next
+            token of each, int32, [N], -1 where logits are not finite.
 
         Raises:
             ValueError: A token, position, row or block is out of range; nothing was computed.
             MemoryError: There is no room for the step.
         """
         logits_NV = torch.empty(len(sampled_N), self._config.vocab_size)
+        likeliest_N = np.empty(len(sampled_N), np.int32)
         batch = Batch(
             len(tokens_T), len(sampled_N), *tables_RW.shape, keys.shape[1], tokens_T.ctypes.data,
             positions_T.ctypes.data, requests_T.ctypes.data, tables_RW.ctypes.data,
             sampled_N.ctypes.data, keys.data_ptr(), values.data_ptr(), keys.stride(0),
-            logits_NV.data_ptr(),
+            logits_NV.data_ptr(), likeliest_N.ctypes.data,
         )  # fmt: skip
         status = self._library.er_step(self._pointer, ctypes.byref(batch))
         if status == 1:
             raise ValueError("a token, position, row or block of a step is out of range")
         if status:
             raise MemoryError(f"no room for a step of {len(tokens_T)} tokens")
-        return logits_NV
+        return logits_NV, likeliest_N
 
     def close(self) -> None:
         """End its threads; it computes nothing any more."""

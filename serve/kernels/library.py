@@ -45,6 +45,7 @@ class Batch(ctypes.Structure):
         )),
         ("layer_stride", c_int64),
         ("logits", c_void_p),
+        ("likeliest", c_void_p),
     )  # fmt: skip
 
 

@@ -243,11 +243,32 @@ class Linear {
     return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(place)));
   }
 
-  static void finish(__m256i sum, __m256 d, __m256 m, const QuantizedRows& rows, size_t place,
-                     float* sums) {
-    const __m256 scaled = _mm256_mul_ps(d, _mm256_broadcast_ss(rows.scales.get() + place));
-    const __m256 offset = _mm256_mul_ps(m, _mm256_broadcast_ss(rows.sums.get() + place));
-    const __m256 before = _mm256_add_ps(_mm256_load_ps(sums), offset);
+  // Where a group of one row after the other lies.
+  struct Column {
+    Column(const QuantizedRows& rows, int first, int group, int num_groups)
+        : stride(num_groups) {
+      const size_t place = static_cast<size_t>(first) * num_groups + group;
+      values = rows.values.get() + place * kGroup;
+      scale = rows.scales.get() + place;
+      sum = rows.sums.get() + place;
+    }
+
+    void next() {
+      values += stride * kGroup;
+      scale += stride;
+      sum += stride;
+    }
+
+    const int8_t* values;
+    const float* scale;
+    const float* sum;
+    const ptrdiff_t stride;
+  };
+
+  static void finish(__m256i sum, __m256 d, __m256 m, const Column& column, float* sums) {
+    const __m256 scaled = _mm256_mul_ps(d, _mm256_broadcast_ss(column.scale));
+    const __m256 before =
+        _mm256_fmadd_ps(m, _mm256_broadcast_ss(column.sum), _mm256_load_ps(sums));
     _mm256_store_ps(sums, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scaled, before));
   }
 
@@ -264,9 +285,9 @@ class Linear {
         w[i] = _mm256_and_si256(both, low);
         w[i + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
       }
-      for (int row = 0; row < count; ++row) {
-        const size_t place = static_cast<size_t>(first + row) * num_groups_ + group;
-        const int8_t* values = rows.values.get() + place * kGroup;
+      Column column(rows, first, group, num_groups_);
+      for (int row = 0; row < count; ++row, column.next()) {
+        const int8_t* values = column.values;
         __m256i even = _mm256_maddubs_epi16(w[0], quad_of(values, 0));
         __m256i odd = _mm256_maddubs_epi16(w[1], quad_of(values, 1));
         for (int i = 2; i < kQuads; i += 2) {
@@ -274,7 +295,7 @@ class Linear {
           odd = _mm256_add_epi16(odd, _mm256_maddubs_epi16(w[i + 1], quad_of(values, i + 1)));
         }
         const __m256i sum = _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones);
-        finish(sum, d, m, rows, place, sums + row * kTile);
+        finish(sum, d, m, column, sums + row * kTile);
       }
     }
   }
@@ -296,9 +317,9 @@ class Linear {
           lows[i] = _mm256_and_si256(both, low);
           highs[i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
         }
-        for (int row = 0; row < count; ++row) {
-          const size_t place = static_cast<size_t>(first + row) * num_groups_ + group;
-          const int8_t* values = rows.values.get() + place * kGroup + 16 * half;
+        Column column(rows, first, group, num_groups_);
+        for (int row = 0; row < count; ++row, column.next()) {
+          const int8_t* values = column.values + 16 * half;
           const __m256i first_quad = quad_of(values, 0);
           __m256i small = _mm256_maddubs_epi16(lows[0], first_quad);
           __m256i large = _mm256_maddubs_epi16(highs[0], first_quad);
@@ -314,7 +335,7 @@ class Linear {
             _mm256_store_si256(kept, sum);
           } else {
             sum = _mm256_add_epi32(sum, _mm256_load_si256(kept));
-            finish(sum, d, m, rows, place, sums + row * kTile);
+            finish(sum, d, m, column, sums + row * kTile);
           }
         }
       }

@@ -168,7 +168,9 @@ def step(
         rows = np.arange(count, dtype=np.int32)
         part = np.array(tokens[at : at + count], np.int32)
         positions, requests = rows + np.int32(at), np.zeros(count, np.int32)
-        found.append(native.step(part, positions, requests, table, rows, keys, values))
+        logits, likeliest = native.step(part, positions, requests, table, rows, keys, values)
+        assert likeliest.tolist() == logits.argmax(-1).tolist()
+        found.append(logits)
         at += count
     return torch.cat(found)
 
@@ -251,7 +253,7 @@ def test_what_is_out_of_range_is_refused_before_anything_is_computed() -> None:
 
     def compute(**changed: list[int]) -> Tensor:
         arrays = [np.array(array, np.int32) for array in {**good, **changed}.values()]
-        return native.step(*arrays, *cache.pages)
+        return native.step(*arrays, *cache.pages)[0]
 
     for bad in (
         {"tokens": [97]}, {"tokens": [-1]}, {"positions": [-1]}, {"positions": [4]},
@@ -262,6 +264,19 @@ def test_what_is_out_of_range_is_refused_before_anything_is_computed() -> None:
             compute(**bad)
     assert all(map(torch.equal, before, cache.pages))
     assert compute().isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_have_no_likeliest_token(value: float) -> None:
+    decoder = make_decoder()
+    with torch.no_grad():
+        decoder.norm.weight[3] = value
+    native = native_of(decoder, 8)
+    cache = KVCache(CONFIG, 8, BLOCK_TOKENS, torch.float32, torch.device("cpu"))
+    one = [np.array(array, np.int32) for array in ([5], [0], [0], [[3]], [0])]
+    logits, likeliest = native.step(*one, *cache.pages)
+    assert not logits.isfinite().all()
+    assert likeliest.tolist() == [-1]
 
 
 def test_a_model_whose_heads_do_not_fit_is_not_taken() -> None:

@@ -148,3 +148,13 @@ def test_a_row_that_is_not_finite_has_no_answer_and_spares_the_others(bad: float
     logits_NV = torch.tensor([[0.0, 1.0], [bad, 1.0], [1.0, 0.0]])
     drawn = sample(logits_NV, [request(temperature=0.0), request(), request(temperature=0.0)])
     assert [token and token.token_id for token in drawn] == [1, None, 0]
+
+
+def test_known_likeliest_tokens_are_taken_unless_penalties_change_them() -> None:
+    logits_NV = torch.tensor([[0.0, 3.0, 2.9], [1.0, 0.0, 0.0], [0.0, 3.0, 2.9]])
+    plain, random = request(temperature=0), request(temperature=2.0, top_k=1)
+    drawn = sample(logits_NV, [plain, plain, random], [1, -1, 1])
+    assert [token and token.token_id for token in drawn] == [1, None, 1]
+    said = request([0, 1], temperature=0, presence_penalty=1.0)
+    drawn = sample(logits_NV, [plain, plain, said], [1, -1, 1])
+    assert [token and token.token_id for token in drawn] == [1, None, 2]
