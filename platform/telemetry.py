@@ -147,6 +147,9 @@ SERVE_RUNNING = Metric(
 SERVE_WAITING = Metric("eagleray_serve_waiting_requests", _GAUGE, "Requests without a seat.")
 SERVE_BLOCKS = Metric("eagleray_serve_kv_blocks", _GAUGE, "KV blocks in the pool.")
 SERVE_FREE_BLOCKS = Metric("eagleray_serve_kv_free_blocks", _GAUGE, "KV blocks that nobody holds.")
+SERVE_KEPT_BLOCKS = Metric(
+    "eagleray_serve_kv_kept_blocks", _GAUGE, "Those of them that hold a prefix for later requests."
+)
 SERVE_PREEMPTIONS = Metric(
     "eagleray_serve_preemptions", _COUNTER, "Requests that lost their blocks to an older one."
 )
@@ -155,12 +158,27 @@ SERVE_FAILED_STEPS = Metric("eagleray_serve_failed_steps", _COUNTER, "Forward pa
 SERVE_COMPUTED = Metric(
     "eagleray_serve_computed_tokens", _COUNTER, "Tokens that went through the model."
 )
+SERVE_REUSED = Metric(
+    "eagleray_serve_reused_tokens", _COUNTER, "Tokens of which an earlier request had left keys."
+)
 SERVE_OUTPUT = Metric("eagleray_serve_output_tokens", _COUNTER, "Tokens that were sampled.")
 SERVE_FINISHED = Metric(
     "eagleray_serve_finished_requests", _COUNTER, "Requests that ended, by reason.", ("reason",)
 )
 SERVE_RESPONSES = Metric(
     "eagleray_serve_responses", _COUNTER, "Answers by route and HTTP status.", ("route", "status")
+)
+SERVE_KEY_REQUESTS = Metric(
+    "eagleray_serve_key_requests", _COUNTER, "Requests that ended, by key.", ("key",)
+)
+SERVE_KEY_TOKENS = Metric(
+    "eagleray_serve_key_tokens", _COUNTER, "Tokens by key and kind.", ("key", "kind")
+)
+SERVE_KEY_COMPUTE = Metric(
+    "eagleray_serve_key_compute_seconds",
+    _COUNTER,
+    "Each key's part of the engine's time, by tokens.",
+    ("key",),
 )
 SERVE_TTFT = Metric(
     "eagleray_serve_ttft_seconds", _HISTOGRAM, "Seconds to the first token.", (), _LATENCY_S

@@ -90,7 +90,7 @@ def test_the_server_shows_what_is_declared_here() -> None:
         *(name for name, _ in metrics._GAUGES.values()),
         *(name for name, _ in metrics._COUNTERS.values()),
         "finished_requests", "responses", "ttft_seconds", "queue_seconds", "request_seconds",
-        "tpot_seconds",
+        "tpot_seconds", "key_requests", "key_tokens", "key_compute_seconds",
     ]  # fmt: skip
     declared = {m.name for m in METRICS if m.name.startswith("eagleray_serve_")}
     assert declared == {f"eagleray_serve_{name}" for name in shown}

@@ -319,7 +319,8 @@ def test_the_recorder_numbers_attempts_through_its_own_restart(tmp_path: Path) -
     assert restarted.begin(2, "b") == 2
     restarted.report(row(1, 4))  # from a worker that does not know yet that it is dead
     assert restarted.view(1).rows == ()
-    assert [event["event"] for event in runs.events(run_id)] == ["attempt", "attempt"]
+    events = [event["event"] for event in runs.events(run_id)]
+    assert events == ["attempt", "worker", "worker", "attempt"]
 
 
 def test_the_first_fatal_failure_counts_and_reaches_every_worker(tmp_path: Path) -> None:
