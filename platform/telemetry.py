@@ -161,6 +161,12 @@ SERVE_COMPUTED = Metric(
 SERVE_REUSED = Metric(
     "eagleray_serve_reused_tokens", _COUNTER, "Tokens of which an earlier request had left keys."
 )
+SERVE_GUESSED = Metric(
+    "eagleray_serve_guessed_tokens", _COUNTER, "Tokens that were computed before they were drawn."
+)
+SERVE_TAKEN = Metric(
+    "eagleray_serve_taken_tokens", _COUNTER, "Guessed tokens that were then drawn."
+)
 SERVE_OUTPUT = Metric("eagleray_serve_output_tokens", _COUNTER, "Tokens that were sampled.")
 SERVE_FINISHED = Metric(
     "eagleray_serve_finished_requests", _COUNTER, "Requests that ended, by reason.", ("reason",)

@@ -55,7 +55,7 @@ def open_model(spec: ServingSpec) -> ServedModel:
     )
     engine = Engine(
         _runner(decoder, cache, config),
-        Scheduler(scheduling, pool),
+        Scheduler(scheduling, pool, config.guessed_tokens),
         text,
         limits,
         config.request_timeout_s,

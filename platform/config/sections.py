@@ -366,6 +366,9 @@ class ServeConfig(Section):
     prefix_cache: bool = True
     """Keep the blocks of requests that ended, as long as nobody needs them, for those that begin
     alike: a system prompt is computed once."""
+    guessed_tokens: int = Field(default=4, ge=0, le=16)
+    """Tokens that a request's next step guesses from what it has said before, while few requests
+    run; only what would have been drawn is taken. 0: none."""
     weights: Literal["exact", "int8", "int4"] = "exact"
     """exact: as registered; others: linear layers rounded, in groups of 32 inputs, for compiled
     kernels on the CPU. int4 leaves the head at 8 bits, and 4-bit weights of a GGUF file alone."""

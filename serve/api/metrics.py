@@ -31,6 +31,8 @@ _COUNTERS = {
     "num_failed_steps": ("failed_steps", "Forward passes that raised."),
     "num_computed_tokens": ("computed_tokens", "Tokens that went through the model."),
     "num_reused_tokens": ("reused_tokens", "Tokens of which an earlier request had left keys."),
+    "num_guessed_tokens": ("guessed_tokens", "Tokens that were computed before they were drawn."),
+    "num_taken_tokens": ("taken_tokens", "Guessed tokens that were then drawn."),
     "num_output_tokens": ("output_tokens", "Tokens that were sampled."),
 }
 

@@ -26,7 +26,7 @@ from typing import Protocol
 from eagleray.platform.errors import DeadlineExceededError
 from eagleray.serve.engine.detokenizer import OutputPiece, OutputText, TokenBytes
 from eagleray.serve.engine.limits import RequestLimits
-from eagleray.serve.engine.model_runner import Runner
+from eagleray.serve.engine.model_runner import Runner, StepOutput
 from eagleray.serve.engine.refusals import EngineStoppedError, InvalidRequestError
 from eagleray.serve.engine.request import FinishReason, Request
 from eagleray.serve.engine.sampled_token import SampledToken
@@ -67,6 +67,8 @@ class EngineStats:
     num_failed_steps: int
     num_computed_tokens: int
     num_reused_tokens: int
+    num_guessed_tokens: int
+    num_taken_tokens: int
     num_kept_blocks: int
     num_output_tokens: int
     finished: dict[FinishReason, int]
@@ -208,6 +210,8 @@ class Engine:
                 num_failed_steps=self._num_failed_steps,
                 num_computed_tokens=self._num_computed,
                 num_reused_tokens=scheduler.num_reused_tokens,
+                num_guessed_tokens=scheduler.num_guessed_tokens,
+                num_taken_tokens=scheduler.num_taken_tokens,
                 num_kept_blocks=scheduler.pool.num_kept,
                 num_output_tokens=self._num_output,
                 finished=dict(scheduler.finished),
@@ -280,15 +284,10 @@ class Engine:
         begun_s = self._clock()
         try:
             output = self._runner.run(plan)
-            requests = [chunk.request for chunk in output.sampling]
-            tokens = sample(output.logits_NV, requests, output.likeliest)
+            sampled = _drawn(output)
         except Exception as error:  # noqa: BLE001 whatever it meets, other requests must go on
             self._fail_step(plan, error)
             return
-        sampled = {
-            chunk.request.request_id: token
-            for chunk, token in zip(output.sampling, tokens, strict=True)
-        }
         with self._work:
             self._num_steps += 1
             self._failed_in_row = 0
@@ -303,20 +302,20 @@ class Engine:
             if opened is not None:
                 opened.stream.timing.compute_s += seconds * chunk.length / plan.num_tokens
 
-    def _commit(self, plan: StepPlan, sampled: dict[str, SampledToken | None]) -> None:
+    def _commit(self, plan: StepPlan, sampled: dict[str, list[SampledToken]]) -> None:
         for chunk in plan.chunks:
             request = chunk.request
-            if chunk.samples and sampled[request.request_id] is None:
+            if chunk.samples and not sampled[request.request_id]:
                 self._end(request, FinishReason.ERROR, error="the model gave no finite logits")
         tokens = {
-            request_id: token.token_id
-            for request_id, token in sampled.items()
-            if token is not None
+            request_id: [token.token_id for token in drawn]
+            for request_id, drawn in sampled.items()
         }  # fmt: skip
         for request in self._scheduler.advance(plan, tokens):
-            token = sampled[request.request_id]
-            if token is not None:
-                self._extend(request, token)
+            for token in sampled[request.request_id]:
+                # One of several may be the last.
+                if not request.is_finished:
+                    self._extend(request, token)
 
     def _extend(self, request: Request, token: SampledToken) -> None:
         """Deliver a new token, and end the request if it was the last one."""
@@ -332,7 +331,7 @@ class Engine:
         piece = opened.text.push(token.token_id, token.logprob)
         if opened.text.is_stopped:
             self._end(request, FinishReason.STOP, piece)
-        elif request.num_output >= request.max_tokens:
+        elif timing.num_output >= request.max_tokens:
             self._end(request, FinishReason.LENGTH, piece)
         elif piece.text or piece.logprobs:
             opened.stream.put(Delta(piece.text, piece.logprobs))
@@ -396,3 +395,25 @@ class Engine:
         """Mean time until a place is free: a request's duration over the seats."""
         seconds = self._mean_duration_s / self._scheduler.limits.max_running
         return float(min(_MAX_RETRY_AFTER_S, max(1.0, round(seconds))))
+
+
+def _drawn(output: StepOutput) -> dict[str, list[SampledToken]]:
+    """Request id -> its next tokens: one, and one more for each guess that is what was drawn.
+
+    They end before logits that are not finite.
+    """
+    rows = [(chunk, ahead) for chunk in output.sampling for ahead in range(chunk.num_rows)]
+    requests = [chunk.request for chunk, _ in rows]
+    drawn = iter(sample(output.logits_NV, requests, output.likeliest, [ahead for _, ahead in rows]))
+    found = {}
+    for chunk in output.sampling:
+        tokens = [next(drawn) for _ in range(chunk.num_rows)]
+        taken: list[SampledToken] = []
+        for token, guess in zip(tokens, (*chunk.guesses, None), strict=True):
+            if token is None:
+                break
+            taken.append(token)
+            if token.token_id != guess:
+                break
+        found[chunk.request.request_id] = taken
+    return found

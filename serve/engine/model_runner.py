@@ -19,7 +19,7 @@ from eagleray.serve.engine.step_batch import DecodeGroup, PrefillSpan, StepBatch
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Logits of the next tokens, float32; row i belongs to `sampling[i]`.
+    """Logits of the next tokens, float32; `num_rows` of each chunk of `sampling` in turn.
 
     `likeliest`: the token of the largest logit of each row, -1 where they are not finite; None if
     the runner does not know them.

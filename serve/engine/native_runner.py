@@ -39,19 +39,20 @@ class NativeRunner:
         )
         tokens: list[int] = []
         for chunk in chunks:
-            tokens += chunk.request.tokens[chunk.start : chunk.start + chunk.length]
+            tokens += chunk.tokens
         tables = [chunk.request.block_table for chunk in chunks]
         tables_RW = np.zeros((len(chunks), max(map(len, tables))), dtype=np.int32)
         for row_W, table in zip(tables_RW, tables, strict=True):
             row_W[: len(table)] = table
         sampling = tuple(chunk for chunk in chunks if chunk.samples)
-        sampled_N = ends_R[[chunk.samples for chunk in chunks]] - 1
+        sampled = [row for chunk, end in zip(chunks, ends_R.tolist(), strict=True)
+                   for row in range(end - chunk.num_rows, end)]  # fmt: skip
         logits_NV, likeliest_N = self._decoder.step(
             np.array(tokens, dtype=np.int32),
             positions_T.astype(np.int32),
             requests_T,
             tables_RW,
-            sampled_N.astype(np.int32),
+            np.array(sampled, dtype=np.int32),
             *self._cache.pages,
         )
         return StepOutput(sampling, logits_NV, likeliest_N.tolist())

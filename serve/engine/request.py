@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from eagleray.serve.engine.guesses import PromptLookup
 from eagleray.serve.engine.sampling_params import SamplingParams
 
 
@@ -76,6 +77,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they were needed."""
+    lookup: PromptLookup | None = None
+    """Guesses for it, once it decodes; None if nothing is guessed."""
     num_named: int = 0
     """Blocks of the table that the pool has been told the names of."""
 

@@ -28,7 +28,10 @@ _TOP_P_CANDIDATES = 512
 
 @torch.inference_mode()
 def sample(
-    logits_NV: Tensor, requests: Sequence[Request], likeliest: list[int] | None = None
+    logits_NV: Tensor,
+    requests: Sequence[Request],
+    likeliest: list[int] | None = None,
+    ahead: Sequence[int] | None = None,
 ) -> list[SampledToken | None]:
     """Draw one token per row.
 
@@ -36,6 +39,8 @@ def sample(
         logits_NV: Of the model.
         requests: Of the rows.
         likeliest: The token of each row's largest logit, -1 where they are not finite, if known.
+        ahead: How many tokens after its request's next one each row draws; by default none. Rows of
+            requests with penalties draw the next one.
 
     Returns:
         In the order of the rows; None where the logits are not finite: the model has no answer.
@@ -53,7 +58,8 @@ def sample(
         if is_finite[row] and not request.params.is_greedy
     ]  # fmt: skip
     if random_rows:
-        drawn = _draw(adjusted_NV[random_rows], [requests[row] for row in random_rows])
+        positions = [requests[row].num_output + (ahead[row] if ahead else 0) for row in random_rows]
+        drawn = _draw(adjusted_NV[random_rows], [requests[row] for row in random_rows], positions)
         for row, token in zip(random_rows, drawn, strict=True):
             tokens[row] = token
     return [
@@ -87,7 +93,7 @@ def _penalized(logits_NV: Tensor, requests: Sequence[Request]) -> Tensor:
     return logits_NV
 
 
-def _draw(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
+def _draw(logits_RV: Tensor, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
     temperatures = [[request.params.temperature] for request in requests]
     logits_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device)
     # float64: a cumulative sum over 50,000 float32 values misses 1 by more than rare tokens weigh.
@@ -98,7 +104,10 @@ def _draw(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
             probs_RV[restricted], [requests[row] for row in restricted]
         )
     cumulative_RV = probs_RV.cumsum(-1)
-    uniforms = [[uniform(request.seed, request.num_output)] for request in requests]
+    uniforms = [
+        [uniform(request.seed, position)]
+        for request, position in zip(requests, positions, strict=True)
+    ]
     points_R1 = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device)
     points_R1 *= cumulative_RV[:, -1:]
     # right=True: the first token whose cumulative mass exceeds the point, so never one of mass 0.

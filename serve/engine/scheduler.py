@@ -12,6 +12,8 @@ Laws:
     * Everything is bounded: running and waiting requests together by `max_running + max_queued`.
       Where that is full, an owner that has fewer of these places than another gets them from it:
       who came last of those that wait for their first seat gives way.
+    * Guesses take what is left over: they preempt nobody and hold no block that a running request
+      may need for its next token.
     * Blocks belong to running requests only; a request that ends or is preempted holds none.
     * What a request has in common with the beginning of an earlier one is not computed again as
       long as the pool keeps it; at least its last token is computed, for there is one to draw.
@@ -21,12 +23,16 @@ Not thread-safe: the engine calls it under its lock.
 import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagleray.platform.errors import UsageError
 from eagleray.serve.engine.block_pool import BlockPool, PoolIntegrityError, block_names
+from eagleray.serve.engine.guesses import PromptLookup
 from eagleray.serve.engine.refusals import QueueFullError
 from eagleray.serve.engine.request import FinishReason, Request, RequestState
+
+_MAX_ROWS = 16
+"""Rows up to which a step of decodes takes little longer for each."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,25 @@ class Chunk:
     """Consecutive tokens of one request that a step computes.
 
     `samples`: it ends with the request's last token, so the next one is drawn from its logits.
+    `guesses` are computed behind that one, as if they had been drawn; `length` counts them.
     """
 
     request: Request
     start: int
     length: int
     samples: bool
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is computed."""
+        end = self.start + self.length - len(self.guesses)
+        return [*self.request.tokens[self.start : end], *self.guesses]
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens at its end whose logits are needed."""
+        return 1 + len(self.guesses) if self.samples else 0
 
     @classmethod
     def of(cls, request: Request, length: int) -> "Chunk":
@@ -72,7 +91,8 @@ class Chunk:
 class StepPlan:
     """One step: what it computes, and what was decided on the way.
 
-    `chunks` starts with the `num_decodes` chunks of one token; `expired` ran out of time.
+    `chunks` starts with the `num_decodes` chunks of one token, those with guesses follow; `expired`
+    ran out of time.
     """
 
     chunks: tuple[Chunk, ...]
@@ -88,8 +108,10 @@ class StepPlan:
 class Scheduler:
     """Requests in order of arrival, their blocks, and the plan of each step."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, guessed_tokens: int = 0) -> None:
         self.limits, self.pool = limits, pool
+        self._guessed_tokens = guessed_tokens
+        self.num_guessed_tokens = self.num_taken_tokens = 0
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._by_id: dict[str, Request] = {}
@@ -152,30 +174,37 @@ class Scheduler:
         expired = [request for request in self.requests() if request.deadline_s <= now_s]
         for request in expired:
             self.finish(request, FinishReason.DEADLINE)
-        decodes = self._plan_decodes()
-        prefills = self._plan_prefills(self.limits.step_tokens - len(decodes))
-        return StepPlan((*decodes, *prefills), len(decodes), tuple(expired))
+        decodes = self._with_guesses(self._plan_decodes())
+        plain = [chunk for chunk in decodes if not chunk.guesses]
+        guessed = [chunk for chunk in decodes if chunk.guesses]
+        used = sum(chunk.length for chunk in decodes)
+        prefills = self._plan_prefills(self.limits.step_tokens - used)
+        return StepPlan((*plain, *guessed, *prefills), len(plain), tuple(expired))
 
-    def advance(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
+    def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> list[Request]:
         """Record that a step was computed.
 
         Args:
             plan: The step.
-            sampled: Request id -> the token drawn, for the chunks that sample.
+            sampled: Request id -> the tokens drawn, for the chunks that sample: the next one, and
+                one more for each guess that was right.
 
         Returns:
-            The requests that got a token. Those that ended meanwhile are left alone.
+            The requests that got tokens. Those that ended meanwhile are left alone.
         """
         grown = []
         for chunk in plan.chunks:
             request = chunk.request
             if request.is_finished:
                 continue
-            request.num_computed += chunk.length
-            self._name_full_blocks(request)
+            request.num_computed += chunk.length - len(chunk.guesses)
             if chunk.samples:
-                request.tokens.append(sampled[request.request_id])
+                drawn = sampled[request.request_id]
+                request.tokens += drawn
+                request.num_computed += len(drawn) - 1
+                self._tell(chunk, len(drawn) - 1)
                 grown.append(request)
+            self._name_full_blocks(request)
         return grown
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -230,6 +259,43 @@ class Scheduler:
             if self._make_room(request):
                 chunks.append(Chunk.of(request, 1))
         return chunks
+
+    def _with_guesses(self, decodes: list[Chunk]) -> list[Chunk]:
+        """The chunks, with guesses as long as there are few: many rows cost what they compute."""
+        room = min(_MAX_ROWS, self.limits.step_tokens) - len(decodes)
+        if not self._guessed_tokens or room <= 0:
+            return decodes
+        found = []
+        for chunk in decodes:
+            guesses = self._guesses(chunk.request, min(room, self._guessed_tokens))
+            room -= len(guesses)
+            found.append(replace(chunk, length=1 + len(guesses), guesses=guesses))
+        return found
+
+    def _guesses(self, request: Request, most: int) -> tuple[int, ...]:
+        # What is drawn last is not guessed: nobody needs what comes after it.
+        most = min(most, request.max_tokens - request.num_output - 1)
+        if most <= 0 or request.params.has_penalties:
+            return ()
+        if request.lookup is None:
+            request.lookup = PromptLookup(self._guessed_tokens)
+        guesses = request.lookup.guess(request.tokens, most)
+        needed = self.pool.blocks_for(request.num_computed + 1 + len(guesses))
+        lacking = needed - len(request.block_table)
+        if lacking > 0:
+            is_spare = self.pool.num_free - lacking >= len(self._running)
+            blocks = self.pool.allocate(lacking) if is_spare else None
+            if blocks is None:
+                return ()
+            request.block_table += blocks
+        return guesses
+
+    def _tell(self, chunk: Chunk, num_taken: int) -> None:
+        request = chunk.request
+        if chunk.guesses and request.lookup is not None:
+            self.num_guessed_tokens += len(chunk.guesses)
+            self.num_taken_tokens += num_taken
+            request.lookup.tell(len(chunk.guesses), num_taken, len(request.tokens))
 
     def _make_room(self, request: Request) -> bool:
         """Give a decoding request a slot for its token; False if it had to be preempted itself."""

@@ -51,7 +51,7 @@ class StepBatch:
         slots_T: Where each token's keys and values go.
         fresh_blocks: Blocks that this step begins but does not fill.
         groups, spans: Who attends to what; together they cover the row.
-        sampling: The chunks whose last token is sampled from, in the order of `rows_N`.
+        sampling: The chunks whose last tokens are sampled from, in the order of `rows_N`.
         rows_N: The rows of those tokens.
     """
 
@@ -79,14 +79,13 @@ def build_step(plan: StepPlan, cache: KVCache) -> StepBatch:
     for chunk in (*decodes, *prefills):
         table, end = chunk.request.block_table, chunk.start + chunk.length
         first = len(tokens)
-        tokens += chunk.request.tokens[chunk.start : end]
+        tokens += chunk.tokens
         positions += range(chunk.start, end)
         slots += [table[p // size] * size + p % size for p in range(chunk.start, end)]
         last_block = (end - 1) // size
         if end % size and last_block * size >= chunk.start:
             fresh.append(table[last_block])
-        if chunk.samples:
-            rows.append(len(tokens) - 1)
+        rows += range(len(tokens) - chunk.num_rows, len(tokens))
         if first >= len(decodes):
             spans.append(_span(chunk, first, cache))
     device = cache.device

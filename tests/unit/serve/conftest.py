@@ -52,11 +52,19 @@ def next_token(context: Sequence[int]) -> int:
     return 97 + zlib.crc32(bytes(token % 256 for token in context)) % 26
 
 
-def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def repetitive_token(context: Sequence[int]) -> int:
+    """As `next_token`, of a model that says a, b, c in turns most of the time."""
+    drawn = next_token(context)
+    return 97 + (context[-1] - 96) % 3 if drawn % 5 else drawn
+
+
+def expected(
+    prompt: Sequence[int], num_tokens: int, script: Callable[[Sequence[int]], int] = next_token
+) -> list[int]:
     """What the fake model generates when it is alone."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(script(tokens))
     return tokens[len(prompt) :]
 
 
@@ -85,12 +93,14 @@ class CacheModel:
         self.lengths.append([chunk.length for chunk in plan.chunks])
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.start + chunk.length):
-                token = chunk.request.tokens[position]
+                token = chunk.tokens[position - chunk.start]
                 self.slots[self._slot(chunk, position)] = (position, token)
         sampling = tuple(chunk for chunk in plan.chunks if chunk.samples)
-        logits_NV = torch.zeros(len(sampling), VOCAB_SIZE)
-        for row, chunk in enumerate(sampling):
-            logits_NV[row, self.script(self._context(chunk))] = 20.0
+        rows = [(chunk, ahead) for chunk in sampling for ahead in range(chunk.num_rows)]
+        logits_NV = torch.zeros(len(rows), VOCAB_SIZE)
+        for row, (chunk, ahead) in enumerate(rows):
+            context = self._context(chunk)
+            logits_NV[row, self.script(context[: len(context) - chunk.num_rows + 1 + ahead])] = 20.0
         return StepOutput(sampling, logits_NV)
 
     def _context(self, chunk: Chunk) -> list[int]:
@@ -149,13 +159,15 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         open_gate: bool = True,
         timeout_s: float = 1000.0,
         keeps_prefixes: bool = False,
+        guessed_tokens: int = 0,
     ) -> Rig:
         now = [0.0]
         model = CacheModel(block_tokens)
         if open_gate:
             model.gate.set()
         pool = BlockPool(num_blocks, block_tokens, keeps_prefixes=keeps_prefixes)
-        scheduler = Scheduler(SchedulerLimits(max_running, max_queued, step_tokens), pool)
+        bounds = SchedulerLimits(max_running, max_queued, step_tokens)
+        scheduler = Scheduler(bounds, pool, guessed_tokens)
         limits = RequestLimits(VOCAB_SIZE, context_tokens, pool.capacity_tokens, 64)
         engine = Engine(model, scheduler, ByteText(), limits, timeout_s, clock=lambda: now[0])
         engine.start()

@@ -14,6 +14,7 @@ from eagleray.serve.engine import (
     Scheduler,
     SchedulerLimits,
 )
+from eagleray.serve.engine.engine import _drawn as drawn_tokens
 from eagleray.serve.engine.kv_cache import KVCache
 from eagleray.serve.engine.model_runner import Runner
 
@@ -52,6 +53,7 @@ def run(
     max_tokens: int = 12,
     garbage: bool = False,
     keeps_prefixes: bool = False,
+    guessed_tokens: int = 0,
 ) -> tuple[list[list[int]], list[list[torch.Tensor]], int]:
     """Greedy tokens and logits of every request, and how many were preempted."""
     cache = KVCache(CONFIG, num_blocks, BLOCK_TOKENS, dtype, CPU)
@@ -62,9 +64,8 @@ def run(
         cache._v_LNSKC[:, blocks_L] = torch.nan
     runner = make_runner(cache)
     limits = SchedulerLimits(max_running, 99, step_tokens)
-    scheduler = Scheduler(
-        limits, BlockPool(num_blocks, BLOCK_TOKENS, keeps_prefixes=keeps_prefixes)
-    )
+    pool = BlockPool(num_blocks, BLOCK_TOKENS, keeps_prefixes=keeps_prefixes)
+    scheduler = Scheduler(limits, pool, guessed_tokens)
     params = SamplingParams(temperature=0)
     requests = [
         Request(str(i), list(prompt), len(prompt), params, max_tokens, 0, 1e9)
@@ -75,10 +76,12 @@ def run(
     while scheduler.has_work:
         plan = scheduler.plan(0.0)
         output = runner.run(plan)
-        sampled = {}
-        for chunk, row_V in zip(output.sampling, output.logits_NV, strict=True):
-            logits[chunk.request.request_id].append(row_V)
-            sampled[chunk.request.request_id] = int(row_V.argmax())
+        rows, sampled = iter(output.logits_NV), {}
+        for request_id, drawn in drawn_tokens(output).items():
+            sampled[request_id] = [token.token_id for token in drawn]
+        for chunk in output.sampling:
+            taken = [next(rows) for _ in range(chunk.num_rows)]
+            logits[chunk.request.request_id] += taken[: len(sampled[chunk.request.request_id])]
         for request in scheduler.advance(plan, sampled):
             if request.num_output >= request.max_tokens:
                 scheduler.finish(request, FinishReason.LENGTH)

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.serve.conftest import repetitive_token
 
 from eagleray.platform.errors import UsageError
 from eagleray.serve.engine import (
@@ -17,6 +18,7 @@ from eagleray.serve.engine import (
     SchedulerLimits,
     StepPlan,
 )
+from eagleray.serve.engine.engine import _drawn
 
 MakeRequest = Callable[..., Request]
 
@@ -28,16 +30,17 @@ def make_scheduler(
     max_queued: int = 8,
     step_tokens: int = 16,
     keeps_prefixes: bool = False,
+    guessed_tokens: int = 0,
 ) -> Scheduler:
     limits = SchedulerLimits(max_running, max_queued, step_tokens)
     pool = BlockPool(num_blocks, block_tokens, keeps_prefixes=keeps_prefixes)
-    return Scheduler(limits, pool)
+    return Scheduler(limits, pool, guessed_tokens)
 
 
 def step(scheduler: Scheduler, now_s: float = 0.0) -> StepPlan:
     """Plan and compute one step in which every draw is token 1."""
     plan = scheduler.plan(now_s)
-    sampled = {chunk.request.request_id: 1 for chunk in plan.chunks if chunk.samples}
+    sampled = {chunk.request.request_id: [1] for chunk in plan.chunks if chunk.samples}
     for request in scheduler.advance(plan, sampled):
         if request.num_output >= request.max_tokens:
             scheduler.finish(request, FinishReason.LENGTH)
@@ -166,7 +169,7 @@ def test_a_request_cancelled_inside_a_step_gets_no_token_from_it(
     scheduler.submit([request])
     plan = scheduler.plan(0.0)
     scheduler.cancel(request.request_id)
-    assert scheduler.advance(plan, {request.request_id: 1}) == []
+    assert scheduler.advance(plan, {request.request_id: [1]}) == []
     assert request.num_output == 0
     scheduler.check_integrity()
 
@@ -326,10 +329,61 @@ def test_kept_blocks_give_way_to_whoever_needs_them() -> None:
     assert scheduler.num_preemptions == 0
 
 
+def played(scheduler: Scheduler, model: Any) -> int:
+    """Steps until nothing is left."""
+    for number in range(1000):
+        if not scheduler.has_work:
+            return number
+        plan = scheduler.plan(0.0)
+        drawn = _drawn(model.run(plan))
+        tokens = {name: [token.token_id for token in taken] for name, taken in drawn.items()}
+        for request in scheduler.advance(plan, tokens):
+            if request.num_output >= request.max_tokens:
+                scheduler.finish(request, FinishReason.LENGTH)
+        scheduler.check_integrity()
+    raise AssertionError("no end")
+
+
+def test_right_guesses_save_steps_and_wrong_ones_change_nothing(
+    cache_model: Any, oracle: Callable[..., list[int]]
+) -> None:
+    steps = {}
+    for guessed_tokens in (0, 4):
+        scheduler, model = make_scheduler(guessed_tokens=guessed_tokens), cache_model(4)
+        model.script = repetitive_token
+        model.gate.set()
+        request = prompted("a", list(b"abcabcabc"), 60)
+        scheduler.submit([request])
+        steps[guessed_tokens] = played(scheduler, model)
+        assert list(request.output) == oracle(list(b"abcabcabc"), 60, repetitive_token)
+    assert steps[0] == 60
+    assert steps[4] < 40
+    assert 0 < scheduler.num_taken_tokens < scheduler.num_guessed_tokens
+    assert scheduler.num_taken_tokens == 60 - steps[4]
+
+
+def test_guesses_preempt_nobody_and_stop_where_many_run(cache_model: Any) -> None:
+    model = cache_model(4)
+    model.script = repetitive_token
+    model.gate.set()
+    scheduler = make_scheduler(num_blocks=9, max_running=3, step_tokens=32, guessed_tokens=8)
+    scheduler.submit([prompted(str(i), list(b"abcabcab"), 4) for i in range(3)])
+    played(scheduler, model)
+    assert scheduler.num_preemptions == 0
+    assert scheduler.num_taken_tokens > 0
+    crowd = make_scheduler(
+        num_blocks=200, max_running=16, max_queued=16, step_tokens=256, guessed_tokens=8
+    )
+    crowd.submit([prompted(str(i), list(b"abcabcab"), 9) for i in range(16)])
+    played(crowd, model)
+    # Sixteen rows are all that a step has for decodes.
+    assert crowd.num_guessed_tokens == 0
+
+
 @settings(max_examples=80)
 @given(
     ARRIVALS, st.integers(1, 4), st.integers(0, 8), st.integers(1, 6), st.integers(0, 12),
-    st.booleans(),
+    st.booleans(), st.integers(0, 4),
 )  # fmt: skip
 def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
     cache_model: Any,
@@ -340,12 +394,15 @@ def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
     max_running: int,
     spare_budget: int,
     keeps_prefixes: bool,
+    guessed_tokens: int,
 ) -> None:
     longest = max(prompt + output for _, prompt, output, _ in arrivals)
     num_blocks = -(-longest // block_tokens) + spare_blocks
     budget = max_running + spare_budget
-    scheduler = make_scheduler(num_blocks, block_tokens, max_running, 99, budget, keeps_prefixes)
-    model = cache_model(block_tokens)
+    scheduler = make_scheduler(
+        num_blocks, block_tokens, max_running, 99, budget, keeps_prefixes, guessed_tokens
+    )
+    model = cache_model(block_tokens, script=repetitive_token)
     model.gate.set()
     requests = [
         Request(
@@ -372,10 +429,9 @@ def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
         assert plan.num_tokens <= budget
         assert bool(plan.chunks) == scheduler.has_work
         if plan.chunks:
-            output = model.run(plan)
-            tokens = output.logits_NV.argmax(-1).tolist()
-            names = [chunk.request.request_id for chunk in output.sampling]
-            for request in scheduler.advance(plan, dict(zip(names, tokens, strict=True))):
+            drawn = _drawn(model.run(plan))
+            tokens = {name: [token.token_id for token in taken] for name, taken in drawn.items()}
+            for request in scheduler.advance(plan, tokens):
                 if request.num_output >= request.max_tokens:
                     scheduler.finish(request, FinishReason.LENGTH)
         scheduler.check_integrity()
@@ -386,6 +442,6 @@ def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
     assert oldest_preempted == 0
     for request in requests:
         prompt = request.tokens[: request.num_prompt]
-        assert list(request.output) == oracle(prompt, request.num_output)
+        assert list(request.output) == oracle(prompt, request.num_output, repetitive_token)
         if request.finish_reason is FinishReason.LENGTH:
             assert request.num_output == request.max_tokens
