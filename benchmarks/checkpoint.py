@@ -23,7 +23,7 @@ when that is on storage.
                in a pass of its own, for looking costs time as well
 
 Figures are medians over the segments and, in brackets, half the range between their quartiles.
-Fifteen minutes; --quick: 8 million parameters.
+Ten minutes; --quick: 8 million parameters.
 """
 
 import argparse
@@ -75,7 +75,7 @@ _LARGE = Plan(
         vocab_size=32_000, dim=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
         ffn_dim=2048, max_seq_len=512,
     ),
-    seq_len=64, pairs=5,
+    seq_len=64, pairs=3,
 )  # fmt: skip
 _SMALL = Plan(
     DecoderConfig(
