@@ -124,6 +124,7 @@ class _Life:
         self._nodes, self._num_losses = nodes, losses
         self._both_since_s: float | None = None
         self._lost_s: float | None = None
+        self._step = 0
         self.losses: list[tuple[float, float]] = []
         """When a node was lost, and another one added."""
         self.run_id = ""
@@ -135,7 +136,8 @@ class _Life:
             return
         if len(progress.workers) < 2:
             self._both_since_s = None
-            if self._lost_s is not None:
+            # The steps since the last snapshot come again first.
+            if self._lost_s is not None and rows[-1].step > self._step + 5:
                 self.losses.append((self._lost_s, time.time()))
                 self._lost_s = None
                 if len(self.losses) == self._num_losses:
@@ -146,7 +148,7 @@ class _Life:
         if self._both_since_s is None:
             self._both_since_s = now_s
         elif self._lost_s is None and now_s > self._both_since_s + _SETTLE_S:
-            self._lost_s = self._nodes.lose()
+            self._lost_s, self._step = self._nodes.lose(), rows[-1].step
 
 
 def _seconds(steps: list[Step], lost_s: float, added_s: float) -> float:
