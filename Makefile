@@ -11,7 +11,8 @@ KEEP ?= 0
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 24
 
-$(STAMP): pyproject.toml tools/setup_venv.sh
+# The sources of what pip compiles are among what it is made of.
+$(STAMP): pyproject.toml tools/setup_venv.sh $(wildcard serve/kernels/*.cpp serve/kernels/*.h)
 	@bash tools/setup_venv.sh "$(PYTHON)" "$(VENV)"
 
 setup: $(STAMP) ## Make the virtual environment with everything in it (about two minutes)

@@ -140,7 +140,7 @@ class _Api:
         visit = self._enter(key)
         try:
             return await self._admitted(request, asked, form, key.name if key else "", visit)
-        except BaseException:
+        except BaseException:  # cancellation too: whatever ends it, its place is free again
             visit.leave(0)
             raise
 

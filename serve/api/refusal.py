@@ -14,6 +14,7 @@ from eagleray.serve.engine.refusals import (
 )
 
 _STOPPED_RETRY_S = 5
+_DISPLACED_RETRY_S = 5
 
 
 class ApiError(EagleRayError):
@@ -103,7 +104,7 @@ def displaced() -> ApiError:
         "all places are taken and this key has most of them: retry later, or send fewer at once",
         "rate_limit_error",
         code="queue_full",
-        headers={"Retry-After": str(_STOPPED_RETRY_S)},
+        headers={"Retry-After": str(_DISPLACED_RETRY_S)},
     )
 
 

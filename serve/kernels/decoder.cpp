@@ -118,6 +118,8 @@ class Model {
 
   bool is_valid(const ErBatch& batch) const {
     if (batch.num_tokens < 1 || batch.num_sampled < 0) return false;
+    // Rounded rows have room for as many.
+    if (batch.num_sampled > batch.num_tokens) return false;
     for (int row = 0; row < batch.num_tokens; ++row) {
       const int position = batch.positions[row];
       if (batch.tokens[row] < 0 || batch.tokens[row] >= config_.vocab_size) return false;

@@ -51,14 +51,18 @@ class Batch(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels; None where they were not compiled, or the CPU lacks AVX2, FMA or F16C."""
+    """The kernels; None where they were not compiled, do not load, or the CPU lacks AVX2."""
     folder = Path(__file__).parent
     found = [
         path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{_NAME}{suffix}").exists()
     ]
     if not found:
         return None
-    kernels = ctypes.CDLL(str(found[0]))
+    try:
+        kernels = ctypes.CDLL(str(found[0]))
+    except OSError as error:  # made for another machine
+        logger.warning("kernels do not load: %s", error)
+        return None
     kernels.er_is_supported.restype = c_int
     if not kernels.er_is_supported():
         return None

@@ -69,11 +69,11 @@ def test_concurrency_is_free_again_when_a_request_leaves_and_once_only(
 ) -> None:
     limits = KeyLimits(concurrency=2)
     first, _ = allowances.enter("a", limits), allowances.enter("a", limits)
-    refused(allowances, "a", limits)
+    assert "2 requests at once" in refused(allowances, "a", limits).what
     first.leave(5)
     first.leave(5)
     allowances.enter("a", limits)
-    refused(allowances, "a", limits)
+    assert "2 requests at once" in refused(allowances, "a", limits).what
 
 
 def test_tokens_are_paid_when_an_answer_ends_and_debts_are_waited_for(
@@ -95,8 +95,9 @@ def test_a_clock_that_stands_still_or_goes_back_gives_nothing(
 ) -> None:
     limits = KeyLimits(requests_per_s=1)
     allowances.enter("a", limits)
-    clock.now_s -= 10
-    refused(allowances, "a", limits)
+    for gone_s in (0, -10):
+        clock.now_s += gone_s
+        assert refused(allowances, "a", limits).headers["Retry-After"] == "1"
 
 
 def test_many_threads_do_not_get_more_than_one(allowances: Allowances) -> None:

@@ -258,7 +258,7 @@ def test_what_is_out_of_range_is_refused_before_anything_is_computed() -> None:
     for bad in (
         {"tokens": [97]}, {"tokens": [-1]}, {"positions": [-1]}, {"positions": [4]},
         {"positions": [128]}, {"sampled": [1]}, {"sampled": [-1]}, {"requests": [1]},
-        {"requests": [-1]}, {"table": [[9]]}, {"table": [[-1]]},
+        {"requests": [-1]}, {"sampled": [0, 0]}, {"table": [[9]]}, {"table": [[-1]]},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="out of range"):
             compute(**bad)

@@ -329,17 +329,21 @@ def test_kept_blocks_give_way_to_whoever_needs_them() -> None:
     assert scheduler.num_preemptions == 0
 
 
+def compute(scheduler: Scheduler, model: Any, plan: StepPlan) -> None:
+    """Compute a step by a model, and end who has all of its tokens."""
+    drawn = _drawn(model.run(plan))
+    tokens = {name: [token.token_id for token in taken] for name, taken in drawn.items()}
+    for request in scheduler.advance(plan, tokens):
+        if request.num_output >= request.max_tokens:
+            scheduler.finish(request, FinishReason.LENGTH)
+
+
 def played(scheduler: Scheduler, model: Any) -> int:
     """Steps until nothing is left."""
     for number in range(1000):
         if not scheduler.has_work:
             return number
-        plan = scheduler.plan(0.0)
-        drawn = _drawn(model.run(plan))
-        tokens = {name: [token.token_id for token in taken] for name, taken in drawn.items()}
-        for request in scheduler.advance(plan, tokens):
-            if request.num_output >= request.max_tokens:
-                scheduler.finish(request, FinishReason.LENGTH)
+        compute(scheduler, model, scheduler.plan(0.0))
         scheduler.check_integrity()
     raise AssertionError("no end")
 
@@ -429,11 +433,7 @@ def test_any_arrivals_on_any_pool_give_the_tokens_of_each_request_alone(
         assert plan.num_tokens <= budget
         assert bool(plan.chunks) == scheduler.has_work
         if plan.chunks:
-            drawn = _drawn(model.run(plan))
-            tokens = {name: [token.token_id for token in taken] for name, taken in drawn.items()}
-            for request in scheduler.advance(plan, tokens):
-                if request.num_output >= request.max_tokens:
-                    scheduler.finish(request, FinishReason.LENGTH)
+            compute(scheduler, model, plan)
         scheduler.check_integrity()
         if len(submitted) == len(requests) and not scheduler.has_work:
             break
